@@ -1,0 +1,1 @@
+"""Conjugate-computation variational inference for Pyro."""

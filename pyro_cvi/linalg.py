@@ -1,0 +1,79 @@
+"""Small dense linear algebra on the trailing dimensions of batched tensors.
+
+Nothing here adds jitter: a matrix that has no Cholesky factor is reported by
+`torch.linalg.cholesky`, not repaired.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "inverse_precision",
+    "log_diagonal_sum",
+    "matvec",
+    "outer",
+    "precision_to_scale_tril",
+    "solve_lower",
+    "solve_precision",
+    "symmetrise",
+    "whiten",
+]
+
+
+def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """A x, for `matrix` of shape (*batch, n, k) and `vector` of shape (*batch, k)."""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def outer(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix x y^T, for vectors of shapes (*batch, n) and (*batch, k)."""
+    return left.unsqueeze(-1) * right.unsqueeze(-2)
+
+
+def symmetrise(matrix: Tensor) -> Tensor:
+    """(M + M^T) / 2."""
+    return (matrix + matrix.mT) / 2
+
+
+def solve_lower(factor: Tensor, vector: Tensor) -> Tensor:
+    """L^-1 x, for a lower triangular `factor` and a `vector` of shape (*batch, n)."""
+    solution: Tensor = torch.linalg.solve_triangular(factor, vector.unsqueeze(-1), upper=False)
+    return solution.squeeze(-1)
+
+
+def solve_precision(factor: Tensor, vector: Tensor) -> Tensor:
+    """(L L^T)^-1 x, for a Cholesky `factor` and a `vector` of shape (*batch, n)."""
+    return torch.cholesky_solve(vector.unsqueeze(-1), factor).squeeze(-1)
+
+
+def inverse_precision(factor: Tensor) -> Tensor:
+    """(L L^T)^-1 = T^T T with T = L^-1, for a Cholesky `factor`; symmetric to the last digit.
+
+    Not `torch.cholesky_inverse`, whose forward-mode derivative is wrong in torch 2.13.
+    """
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
+    return inverse.mT @ inverse
+
+
+def whiten(factor: Tensor, matrix: Tensor) -> Tensor:
+    """L^-1 M L^-T, for a lower triangular `factor` and a symmetric `matrix`."""
+    half = torch.linalg.solve_triangular(factor, matrix, upper=False)
+    return symmetrise(torch.linalg.solve_triangular(factor, half.mT, upper=False))
+
+
+def log_diagonal_sum(factor: Tensor) -> Tensor:
+    """sum_i log L_ii, which is half the log-determinant of L L^T."""
+    return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def precision_to_scale_tril(precision: Tensor) -> Tensor:
+    """The lower triangular T with T T^T = P^-1, from one factorisation and no inverse of P.
+
+    With J the exchange matrix and J P J = L L^T, the matrix J L J is upper triangular and P = (J L
+    J)(J L J)^T, so that T = (J L J)^-T.
+    """
+    upper: Tensor = torch.linalg.cholesky(precision.flip(-2, -1)).flip(-2, -1)
+    identity = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
+    scale_tril: Tensor = torch.linalg.solve_triangular(upper.mT, identity, upper=False)
+    return scale_tril
