@@ -1,0 +1,519 @@
+"""Expressions: e[out] = constant[out] + sum_t c_t * einsum(operands_t -> out).
+
+An operand is a constant, a statistic of a latent site read through an index, a nested expression
+(kept whole, so that a square stays a square), an elementwise link of expressions, or an opaque
+piece of which only the sites are known. Every operand names its axes by integers:
+
+- a negative label -k is the k-th output axis from the right, so broadcasting needs no relabelling;
+- a positive label is summed over (it is unique to its term).
+
+Axes of size one are never stored: an operand without an output axis is constant along it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Const",
+    "Expression",
+    "Group",
+    "Link",
+    "Opaque",
+    "Operand",
+    "SiteRef",
+    "Stat",
+    "Statistic",
+    "Term",
+    "add",
+    "as_expression",
+    "const_operand",
+    "contract",
+    "einsum",
+    "expand",
+    "fresh_label",
+    "multiply",
+    "negate",
+    "opaque",
+    "permute_axes",
+    "site_expression",
+    "sum_axes",
+]
+
+Axes = tuple[int, ...]
+_labels = itertools.count(1)
+_FOLD_LIMIT = 1 << 16
+"""Constants are multiplied together while tracing only below this size; larger products would copy
+the user's data."""
+
+
+def fresh_label() -> int:
+    """A contracted-axis label that no other term uses."""
+    return next(_labels)
+
+
+@dataclass(frozen=True, eq=False)
+class SiteRef:
+    """A latent site as the algebra sees it: its name, shape and the kind of its support.
+
+    `kind` is "real", "positive", "unit" or "simplex" and decides which statistics keep a closed
+    algebra: powers and logs of positive values, log(1 - x) on the unit interval, sums to one on the
+    simplex.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    event_dim: int
+    kind: str
+
+
+class Statistic(NamedTuple):
+    """z ** power, log(z) or log(1 - z) of one scalar of a site."""
+
+    kind: str = "power"
+    power: float = 1.0
+
+    def __str__(self) -> str:
+        if self.kind == "power":
+            return "z" if self.power == 1 else f"z^{self.power:g}"
+        return {"log": "log z", "log1m": "log(1 - z)"}[self.kind]
+
+
+IDENTITY = Statistic()
+LOG = Statistic("log")
+LOG1M = Statistic("log1m")
+
+
+@dataclass(frozen=True, eq=False)
+class Const:
+    """A constant tensor; `tensor.shape` follows `axes`."""
+
+    tensor: Tensor
+    axes: Axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return frozenset()
+
+    def moved(self, op: Callable[[Tensor], Tensor], axes: Axes) -> Const:
+        return Const(op(self.tensor), axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Stat:
+    """statistic(site.reshape(-1)[index]); `index.shape` follows `axes`."""
+
+    site: SiteRef
+    statistic: Statistic
+    index: Tensor
+    axes: Axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.index.shape)
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return frozenset((self.site.name,))
+
+    def moved(self, op: Callable[[Tensor], Tensor], axes: Axes) -> Stat:
+        return replace(self, index=op(self.index), axes=axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A whole expression used as one operand; its output axes carry the labels `axes`."""
+
+    expression: Expression
+    axes: Axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.expression.shape
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return self.expression.sites
+
+    def moved(self, op: Callable[[Tensor], Tensor], axes: Axes) -> Group:
+        from pyro_cvi.algebra.moves import move
+
+        return Group(move(self.expression, op), axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """function(*arguments), elementwise over the arguments broadcast to `shape`."""
+
+    name: str
+    function: Callable[..., Tensor]
+    arguments: tuple[Expression, ...]
+    shape: tuple[int, ...]
+    axes: Axes
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return frozenset().union(*(a.sites for a in self.arguments))
+
+    def moved(self, op: Callable[[Tensor], Tensor], axes: Axes) -> Link:
+        from pyro_cvi.algebra.moves import move
+
+        arguments = tuple(move(expand(a, self.shape), op) for a in self.arguments)
+        shape = torch.broadcast_shapes(*(a.shape for a in arguments))
+        return replace(self, arguments=arguments, shape=tuple(shape), axes=axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A value whose dependence on `sites` is unknown, and the reason why."""
+
+    names: frozenset[str]
+    reason: str
+    shape: tuple[int, ...]
+    axes: Axes
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return self.names
+
+    def moved(self, op: Callable[[Tensor], Tensor], axes: Axes) -> Opaque:
+        shape = tuple(op(torch.empty(self.shape, device="meta")).shape) if axes else ()
+        return replace(self, shape=shape, axes=axes)
+
+
+Operand = Union[Const, Stat, Group, Link, Opaque]
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """coefficient * einsum(operands)."""
+
+    coefficient: float
+    operands: tuple[Operand, ...]
+
+    @property
+    def sites(self) -> frozenset[str]:
+        return frozenset().union(*(o.sites for o in self.operands))
+
+    @property
+    def labels(self) -> frozenset[int]:
+        return frozenset(a for o in self.operands for a in o.axes)
+
+    @property
+    def contracted(self) -> frozenset[int]:
+        return frozenset(a for o in self.operands for a in o.axes if a > 0)
+
+    def relabelled(self, mapping: Mapping[int, int]) -> Term:
+        return Term(
+            self.coefficient,
+            tuple(replace(o, axes=tuple(mapping.get(a, a) for a in o.axes)) for o in self.operands),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """constant + sum of terms, broadcast to `shape`. Immutable; the functions below build new ones."""
+
+    shape: tuple[int, ...]
+    constant: Tensor | float = 0.0
+    terms: tuple[Term, ...] = ()
+    sites: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sites", frozenset().union(*(t.sites for t in self.terms)))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def has_constant(self) -> bool:
+        return isinstance(self.constant, Tensor) or self.constant != 0.0
+
+
+def site_expression(site: SiteRef, device: torch.device | None = None) -> Expression:
+    """The value of a site: one statistic read through the identity index."""
+    index = torch.arange(math.prod(site.shape), device=device).reshape(site.shape)
+    return Expression(site.shape, 0.0, (Term(1.0, (_squeezed_stat(site, IDENTITY, index),)),))
+
+
+def _squeezed_stat(site: SiteRef, statistic: Statistic, index: Tensor) -> Stat:
+    kept, axes = _squeeze(tuple(index.shape))
+    return Stat(site, statistic, index.reshape(kept), axes)
+
+
+def _squeeze(shape: Sequence[int]) -> tuple[tuple[int, ...], Axes]:
+    n = len(shape)
+    kept = [(size, i - n) for i, size in enumerate(shape) if size != 1]
+    return tuple(size for size, _ in kept), tuple(axis for _, axis in kept)
+
+
+def const_operand(tensor: Tensor) -> Const:
+    """A constant aligned with the output axes, axes of size one dropped."""
+    kept, axes = _squeeze(tuple(tensor.shape))
+    return Const(tensor.reshape(kept), axes)
+
+
+def opaque(sites: Iterable[str], reason: str, shape: Sequence[int]) -> Expression:
+    """An expression of which only the sites are known."""
+    kept, axes = _squeeze(tuple(shape))
+    return Expression(
+        tuple(shape), 0.0, (Term(1.0, (Opaque(frozenset(sites), reason, kept, axes),)),)
+    )
+
+
+def as_expression(value: Tensor | float) -> Expression:
+    """A constant as an expression."""
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    return Expression(shape, value)
+
+
+def expand(e: Expression, shape: Sequence[int]) -> Expression:
+    """Broadcast to `shape`: the labels stay, for an absent axis already means constant along it."""
+    return e if e.shape == tuple(shape) else Expression(tuple(shape), e.constant, e.terms)
+
+
+def add(a: Expression, b: Expression) -> Expression:
+    shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    if not a.has_constant:
+        constant = b.constant
+    elif not b.has_constant:
+        constant = a.constant
+    else:
+        constant = a.constant + b.constant
+    return Expression(shape, constant, a.terms + b.terms)
+
+
+def negate(e: Expression) -> Expression:
+    return scale(e, -1.0)
+
+
+def scale(e: Expression, factor: float) -> Expression:
+    """factor * e for a Python number."""
+    terms = tuple(Term(t.coefficient * factor, t.operands) for t in e.terms)
+    return Expression(e.shape, e.constant * factor, terms)
+
+
+def multiply(a: Expression, b: Expression) -> Expression:
+    """The elementwise product. Sums are not multiplied out: they become groups."""
+    shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    if not b.terms:
+        a, b = b, a
+    if not a.terms:
+        if not isinstance(a.constant, Tensor):
+            return expand(scale(b, a.constant), shape)
+        return expand(_times_constant(b, a.constant), shape)
+    ca, oa = as_operands(a)
+    cb, ob = as_operands(b)
+    return Expression(shape, 0.0, (Term(ca * cb, merge_operands(oa + ob)),))
+
+
+def _times_constant(e: Expression, tensor: Tensor) -> Expression:
+    if tensor.ndim == 0 and not tensor.requires_grad and tensor.device.type == "cpu":
+        return scale(e, float(tensor))
+    operand = const_operand(tensor)
+    terms = tuple(Term(t.coefficient, merge_operands((*t.operands, operand))) for t in e.terms)
+    constant = e.constant * tensor if e.has_constant else 0.0
+    return Expression(tuple(torch.broadcast_shapes(e.shape, tensor.shape)), constant, terms)
+
+
+def as_operands(e: Expression) -> tuple[float, tuple[Operand, ...]]:
+    """(c, operands) with e = c * product of operands: a lone uncontracted term as it is, else a group."""
+    if not e.has_constant and len(e.terms) == 1 and not e.terms[0].contracted:
+        return e.terms[0].coefficient, e.terms[0].operands
+    return 1.0, (group(e),)
+
+
+def group(e: Expression) -> Group:
+    """The expression as one operand, its axes of size one dropped."""
+    kept, axes = _squeeze(e.shape)
+    mapping = {axis: i - len(axes) for i, axis in enumerate(axes)}
+    constant = e.constant
+    if isinstance(constant, Tensor) and constant.ndim:
+        pad = (1,) * (e.ndim - constant.ndim) + tuple(constant.shape)
+        constant = constant.reshape([pad[a] for a in axes])
+    return Group(Expression(kept, constant, tuple(t.relabelled(mapping) for t in e.terms)), axes)
+
+
+def merge_operands(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """Multiply small constants together and add the powers of equal statistics of positive sites."""
+    consts: list[Const] = []
+    others: list[Operand] = []
+    for o in operands:
+        if isinstance(o, Const):
+            _merge_const(consts, o)
+        elif not _merge_power(others, o):
+            others.append(o)
+    return (*consts, *others)
+
+
+def _merge_const(consts: list[Const], new: Const) -> None:
+    for i, old in enumerate(consts):
+        wide, narrow = (old, new) if len(old.axes) >= len(new.axes) else (new, old)
+        if set(narrow.axes) <= set(wide.axes) and (
+            wide.tensor.numel() <= _FOLD_LIMIT or narrow.axes == wide.axes
+        ):
+            aligned = align(narrow.tensor, narrow.axes, wide.axes)
+            consts[i] = Const(wide.tensor * aligned, wide.axes)
+            return
+    consts.append(new)
+
+
+def align(tensor: Tensor, axes: Axes, target: Axes) -> Tensor:
+    """Permute and unsqueeze `tensor` so that its axes follow `target` (a superset of `axes`)."""
+    if axes == target:
+        return tensor
+    order = [axes.index(a) for a in target if a in axes]
+    tensor = tensor.permute(order)
+    sizes = iter(tensor.shape)
+    return tensor.reshape([next(sizes) if a in axes else 1 for a in target])
+
+
+def _merge_power(others: list[Operand], new: Operand) -> bool:
+    if not (isinstance(new, Stat) and new.site.kind != "real" and new.statistic.kind == "power"):
+        return False
+    for i, old in enumerate(others):
+        if (
+            isinstance(old, Stat)
+            and old.site is new.site
+            and old.statistic.kind == "power"
+            and same_index(old, new)
+        ):
+            power = old.statistic.power + new.statistic.power
+            others[i : i + 1] = (
+                [replace(old, statistic=Statistic("power", power))] if power != 0 else []
+            )
+            return True
+    return False
+
+
+def same_index(a: Stat, b: Stat) -> bool:
+    """Whether two statistics read the same scalars cell by cell."""
+    return a.axes == b.axes and (a.index is b.index or torch.equal(a.index, b.index))
+
+
+def permute_axes(
+    e: Expression, mapping: Mapping[int, int], shape: Sequence[int], constant: Tensor | float
+) -> Expression:
+    """Rename output axes: squeeze, unsqueeze and permute are all this."""
+    return Expression(tuple(shape), constant, tuple(t.relabelled(mapping) for t in e.terms))
+
+
+def sum_axes(e: Expression, dims: Sequence[int], keepdim: bool) -> Expression:
+    """Sum over output axes: their labels become contracted ones."""
+    n = e.ndim
+    summed = {d % n - n for d in dims} if n else set()
+    kept = [a for a in range(-n, 0) if a not in summed]
+    shape = tuple(e.shape[a] for a in kept)
+    mapping = {a: i - len(kept) for i, a in enumerate(kept)}
+    if keepdim:
+        shape = tuple(1 if a in summed else e.shape[a] for a in range(-n, 0))
+        mapping = {}
+    terms = []
+    for t in e.terms:
+        present = t.labels
+        missing = math.prod(e.shape[a] for a in summed if a not in present)
+        fresh = {a: fresh_label() for a in summed if a in present}
+        renamed = t.relabelled({**mapping, **fresh})
+        terms.append(Term(t.coefficient * missing, renamed.operands))
+    constant = e.constant
+    if isinstance(constant, Tensor):
+        constant = constant.expand(e.shape)
+        constant = constant.sum(tuple(summed), keepdim=keepdim) if summed else constant
+    else:
+        constant = constant * math.prod(e.shape[a] for a in summed)
+    return Expression(shape, constant, tuple(terms))
+
+
+def einsum(
+    inputs: Sequence[tuple[Expression, Sequence[str]]],
+    output: Sequence[str],
+    sizes: Mapping[str, int],
+) -> Expression:
+    """einsum over expressions; every input names its axes by strings. A sum is distributed only when
+    it is the one factor that is not constant."""
+    out = {name: i - len(output) for i, name in enumerate(output)}
+    label = {name: out[name] if name in out else fresh_label() for name in sizes}
+    shape = tuple(sizes[name] for name in output)
+    varying = [(e, names) for e, names in inputs if e.terms]
+    fixed = [(_full(e), names) for e, names in inputs if not e.terms]
+    consts = tuple(_labelled_const(t, [label[n] for n in names]) for t, names in fixed)
+    if len(varying) == 1:
+        (e, names), terms = varying[0], []
+        mapping = {i - e.ndim: label[n] for i, n in enumerate(names)}
+        for t in e.terms:
+            operands = (*t.relabelled(mapping).operands, *consts)
+            terms.append(_with_missing(Term(t.coefficient, operands), label, sizes))
+        constant: Tensor | float = 0.0
+        if e.has_constant:
+            pieces = [(c.tensor, c.axes) for c in consts]
+            whole = _labelled_const(_full(e), [label[n] for n in names])
+            pieces.append((whole.tensor, whole.axes))
+            missing = math.prod(
+                sizes[n] for n, a in label.items() if a > 0 and all(a not in ax for _, ax in pieces)
+            )
+            constant = missing * contract(pieces, len(shape))
+        return Expression(shape, constant, tuple(terms))
+    coefficient, operands = 1.0, list(consts)
+    for e, names in varying:
+        c, ops = as_operands(e)
+        mapping = {i - e.ndim: label[n] for i, n in enumerate(names)}
+        coefficient *= c
+        operands.extend(Term(1.0, ops).relabelled(mapping).operands)
+    term = _with_missing(Term(coefficient, tuple(operands)), label, sizes)
+    return Expression(shape, 0.0, (term,))
+
+
+def _full(e: Expression) -> Tensor:
+    constant = e.constant if isinstance(e.constant, Tensor) else torch.tensor(e.constant)
+    return constant.expand(e.shape)
+
+
+def _labelled_const(tensor: Tensor, labels: Sequence[int]) -> Const:
+    kept = [i for i, size in enumerate(tensor.shape) if size != 1]
+    return Const(
+        tensor.reshape([tensor.shape[i] for i in kept]) if len(kept) < tensor.ndim else tensor,
+        tuple(labels[i] for i in kept),
+    )
+
+
+def _with_missing(term: Term, label: Mapping[str, int], sizes: Mapping[str, int]) -> Term:
+    """Summing over an axis that no operand has multiplies by its size."""
+    present = term.labels
+    missing = math.prod(sizes[n] for n, a in label.items() if a > 0 and a not in present)
+    return Term(term.coefficient * missing, term.operands) if missing != 1 else term
+
+
+def contract(pieces: Sequence[tuple[Tensor, Axes]], ndim: int) -> Tensor:
+    """einsum of labelled tensors, returned with output axes right-aligned and size one where absent."""
+    labels = sorted({a for _, axes in pieces for a in axes if a < 0})
+    if not any(a > 0 for _, axes in pieces for a in axes):
+        result = None
+        for tensor, axes in pieces:
+            aligned = align(tensor, axes, tuple(labels))
+            result = aligned if result is None else result * aligned
+        assert result is not None
+    else:
+        names: dict[int, int] = {}
+        flat: list[object] = []
+        dtype = pieces[0][0].dtype
+        for tensor, _ in pieces[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        for tensor, axes in pieces:
+            flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
+        result = torch.einsum(*flat, [names[a] for a in labels])
+    if len(labels) == ndim:
+        return result
+    sizes = iter(result.shape)
+    return result.reshape([next(sizes) if a in labels else 1 for a in range(-ndim, 0)])

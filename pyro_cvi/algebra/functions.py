@@ -1,0 +1,259 @@
+"""Powers, logs and links of expressions.
+
+A monomial c * z1^p1 * z2^p2 ... keeps a closed algebra under powers and logs when its sites are
+positive; any other elementwise function becomes a link: its arguments and the function are kept, for
+quadrature in the arguments' marginals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import (
+    LOG,
+    LOG1M,
+    Const,
+    Expression,
+    Group,
+    Link,
+    Operand,
+    Stat,
+    Statistic,
+    Term,
+    _squeeze,
+    add,
+    as_operands,
+    expand,
+    group,
+    merge_operands,
+    multiply,
+    scale,
+)
+
+__all__ = ["clamp_link", "exp", "link", "log", "log1p", "power", "sigmoid"]
+
+
+def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> Expression:
+    """function(*arguments), elementwise, with the arguments kept."""
+    shape = tuple(torch.broadcast_shapes(*(a.shape for a in arguments)))
+    kept, axes = _squeeze(shape)
+    squeezed = tuple(group(expand(a, shape)).expression for a in arguments)
+    return Expression(
+        shape, 0.0, (Term(1.0, (Link(name, function, squeezed, kept, axes),)),)
+    )
+
+
+def _monomial(e: Expression) -> Term | None:
+    """The one term of an expression that is a product without constant or contraction."""
+    if e.has_constant or len(e.terms) != 1 or e.terms[0].contracted:
+        return None
+    return e.terms[0]
+
+
+def power(e: Expression, p: float) -> Expression:
+    """e ** p for a Python number p."""
+    if p == 1:
+        return e
+    if p == 0:
+        return Expression(e.shape, 1.0)
+    if not e.terms:
+        return Expression(e.shape, e.constant**p)
+    term = _monomial(e)
+    if term is not None and (term.coefficient > 0 or p == int(p)):
+        operands: list[Operand] = []
+        for o in term.operands:
+            raised = _power_operand(o, p)
+            if raised is None:
+                break
+            operands += raised
+        else:
+            return Expression(
+                e.shape, 0.0, (Term(term.coefficient**p, merge_operands(tuple(operands))),)
+            )
+    if p == 2:
+        whole = group(e)
+        return Expression(e.shape, 0.0, (Term(1.0, (whole, whole)),))
+    return link(f"pow({p:g})", _Power(p), e)
+
+
+class _Power:
+    """x ** p; a class so that plans can be pickled."""
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x**self.p
+
+
+def _power_operand(o: Operand, p: float) -> list[Operand] | None:
+    if isinstance(o, Const):
+        return [Const(o.tensor**p, o.axes)]
+    if isinstance(o, Stat) and o.site.kind != "real" and o.statistic.kind == "power":
+        return [replace(o, statistic=Statistic("power", o.statistic.power * p))]
+    if isinstance(o, Link) and o.name == "exp":
+        raised = exp(scale(o.arguments[0], p)).terms[0].operands
+        return [replace(r, axes=tuple(o.axes[a] for a in r.axes)) for r in raised]
+    if p == 2:
+        return [o, o]
+    return None
+
+
+def log(e: Expression) -> Expression:
+    """log e: a sum over the operands of a positive monomial; log(1 - z) on the unit interval."""
+    if not e.terms:
+        constant = e.constant.log() if isinstance(e.constant, Tensor) else math.log(e.constant)
+        return Expression(e.shape, constant)
+    complement = _complement(e)
+    if complement is not None:
+        return expand(complement, e.shape)
+    term = _monomial(e)
+    if term is None or term.coefficient <= 0:
+        return link("log", torch.log, e)
+    parts = [_log_operand(o) for o in term.operands]
+    if any(part is None for part in parts):
+        return link("log", torch.log, e)
+    result = Expression(e.shape, math.log(term.coefficient))
+    for part in parts:
+        assert part is not None
+        result = add(result, part)
+    return expand(result, e.shape)
+
+
+def _single(o: Operand) -> Expression:
+    """An operand with output labels as an expression of its own."""
+    ndim = -min(o.axes, default=0)
+    shape = [1] * ndim
+    for size, a in zip(o.shape, o.axes, strict=True):
+        shape[a] = size
+    return Expression(tuple(shape), 0.0, (Term(1.0, (o,)),))
+
+
+def _log_operand(o: Operand) -> Expression | None:
+    if isinstance(o, Const):
+        e = _single(o)
+        tensor = o.tensor.log()
+        order = sorted(range(len(o.axes)), key=lambda i: o.axes[i])
+        return Expression(e.shape, tensor.permute(order).reshape(e.shape))
+    if isinstance(o, Stat) and o.site.kind != "real" and o.statistic.kind == "power":
+        return scale(_single(replace(o, statistic=LOG)), o.statistic.power)
+    if isinstance(o, Link):
+        if o.name == "exp":
+            return _lift(o.arguments[0], o)
+        if o.name == "sigmoid":
+            return _lift(link("logsigmoid", torch.nn.functional.logsigmoid, o.arguments[0]), o)
+        return _lift(link("log", torch.log, *[_lift_free(o)]), o)
+    return None
+
+
+def _lift_free(o: Link) -> Expression:
+    n = len(o.shape)
+    return Expression(o.shape, 0.0, (Term(1.0, (replace(o, axes=tuple(range(-n, 0))),)),))
+
+
+def _lift(e: Expression, o: Link) -> Expression:
+    """Give an expression over a link's own shape the link's axes in the surrounding expression."""
+    ndim = -min(o.axes, default=0)
+    shape = [1] * ndim
+    for size, a in zip(o.shape, o.axes, strict=True):
+        shape[a] = size
+    e = expand(e, o.shape)
+    mapping = {i - e.ndim: a for i, a in enumerate(o.axes)}
+    constant = e.constant
+    if isinstance(constant, Tensor):
+        constant = constant.expand(o.shape)
+        order = sorted(range(len(o.axes)), key=lambda i: o.axes[i])
+        constant = constant.permute(order).reshape(shape)
+    return Expression(tuple(shape), constant, tuple(t.relabelled(mapping) for t in e.terms))
+
+
+def _complement(e: Expression) -> Expression | None:
+    """log(1 - z) for one scalar of a site on the unit interval, or for a sigmoid, else None."""
+    if len(e.terms) != 1 or e.terms[0].coefficient != -1 or e.terms[0].contracted:
+        return None
+    if not (isinstance(e.constant, float | int) and e.constant == 1):
+        if not (isinstance(e.constant, Tensor) and bool((e.constant == 1).all())):
+            return None
+    return _log1m(e.terms[0])
+
+
+def _log1m(term: Term) -> Expression | None:
+    if len(term.operands) != 1:
+        return None
+    (o,) = term.operands
+    if isinstance(o, Stat) and o.site.kind == "unit" and o.statistic == Statistic():
+        return _single(replace(o, statistic=LOG1M))
+    if isinstance(o, Link) and o.name == "sigmoid":
+        return _lift(
+            link("logsigmoid", torch.nn.functional.logsigmoid, scale(o.arguments[0], -1.0)), o
+        )
+    return None
+
+
+def log1p(e: Expression) -> Expression:
+    """log(1 + e)."""
+    one = add(Expression((), 1.0), e)
+    complement = _complement(one)
+    if complement is not None:
+        return expand(complement, e.shape)
+    return link("log1p", torch.log1p, e)
+
+
+def sigmoid(e: Expression) -> Expression:
+    return link("sigmoid", torch.sigmoid, e)
+
+
+def exp(e: Expression) -> Expression:
+    """exp e: a monomial when e is a sum of logs, else a link."""
+    result = Expression(e.shape, 1.0)
+    if isinstance(e.constant, Tensor):
+        result = Expression(e.shape, e.constant.exp())
+    elif e.constant != 0:
+        result = Expression(e.shape, math.exp(e.constant))
+    for t in e.terms:
+        factor = _exp_term(t)
+        if factor is None:
+            return link("exp", torch.exp, e)
+        result = multiply(result, factor)
+    return expand(result, e.shape)
+
+
+def _exp_term(t: Term) -> Expression | None:
+    """exp(c log z) = z ** c, exp(log f(x)) = f(x)."""
+    if len(t.operands) != 1 or t.contracted:
+        return None
+    (o,) = t.operands
+    if isinstance(o, Stat) and o.statistic.kind == "log":
+        return _single(replace(o, statistic=Statistic("power", t.coefficient)))
+    if isinstance(o, Link) and o.name == "logsigmoid" and t.coefficient == 1:
+        return _lift(sigmoid(o.arguments[0]), o)
+    if isinstance(o, Link) and o.name == "log" and t.coefficient == 1:
+        return _lift(o.arguments[0], o)
+    return None
+
+
+def clamp_link(e: Expression, low: float, high: float) -> Expression:
+    """e clamped to [low, high] where that can matter (a link); statistics of sites are left alone."""
+    _, operands = as_operands(e)
+    if all(isinstance(o, Const | Stat) for o in operands):
+        return e
+    if len(operands) == 1 and isinstance(operands[0], Link) and operands[0].name == "sigmoid":
+        return e
+    if len(operands) == 1 and isinstance(operands[0], Group):
+        (g,) = operands
+        if _complement(g.expression) is not None:
+            return e
+    return link("clamp", _Clamp(low, high), e)
+
+
+class _Clamp:
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.clamp(self.low, self.high)

@@ -1,0 +1,259 @@
+"""LatentTensor: a value together with the expression that made it.
+
+An ordinary model runs on LatentTensors. Every torch function computes its value as always, and its
+rule (see `rules`) computes the expression of the result; a function without a rule makes the result
+opaque. What leaves torch (`.item()`, `bool()`, numpy, writes into plain tensors) is recorded by the
+active `Recorder`, for no rule can follow it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import Expression, as_expression, opaque
+
+__all__ = ["LatentTensor", "Recorder", "expression_of", "plain", "register_rule", "rules"]
+
+Rule = Callable[..., Any]
+_RULES: dict[str, Rule] = {}
+
+_LEAVES_TORCH = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__",
+    "__complex__", "__contains__", "is_nonzero", "equal", "allclose", "__dlpack__",
+}  # fmt: skip
+_CONSTANT = {
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
+    "new_ones", "new_empty", "new_full", "new_tensor", "size", "dim", "numel", "stride",
+    "is_floating_point", "is_complex", "get_device", "element_size", "type", "__len__",
+    "is_contiguous", "storage_offset", "__hash__", "__format__", "__repr__",
+    "requires_grad_", "data_ptr", "_is_view", "is_same_size", "result_type",
+}  # fmt: skip
+_OUR_OWN = ("torch.distributions", "pyro.")
+
+
+class Recorder:
+    """What left the algebra during one run, by site: read as a number, or written into a tensor."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, str] = {}
+        self.written: dict[str, str] = {}
+
+
+_active: list[Recorder] = []
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    """Make `recorder` the one that LatentTensors report to."""
+    _active.append(recorder)
+    try:
+        yield recorder
+    finally:
+        _active.pop()
+
+
+def register_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register rule(out, *args, **kwargs) -> Expression (or a tuple of them, or None for opaque).
+
+    Names are torch's (`__add__` counts as `add`); `out` is the plain result, the arguments are as the
+    user gave them, with LatentTensors among them.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        for name in names:
+            _RULES[name] = rule
+        return rule
+
+    return decorate
+
+
+def rules() -> Mapping[str, Rule]:
+    """The registered rules by name."""
+    return dict(_RULES)
+
+
+class LatentTensor(torch.Tensor):
+    """A torch.Tensor that carries an `Expression` of the latent sites it was computed from."""
+
+    _expression: Expression
+
+    @staticmethod
+    def make(value: Tensor, expression: Expression) -> LatentTensor:
+        result = value.as_subclass(LatentTensor)
+        result._expression = expression
+        return result
+
+    @property
+    def expression(self) -> Expression:
+        return self._expression
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LatentTensor:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*plain(args), **plain(kwargs))
+        name = _name(func)
+        if name in _LEAVES_TORCH:
+            _record_read(name, args)
+            return out
+        if not isinstance(out, Tensor | tuple | list) or name in _CONSTANT:
+            if name in ("__setitem__", "__set__"):
+                _record_write(name, args)
+            return out
+        key, inplace = _canonical(name)
+        if inplace and not isinstance(args[0], LatentTensor):
+            _record_write(name, args)
+        result = _wrap(key, out, args, kwargs)
+        if inplace and isinstance(args[0], LatentTensor) and isinstance(result, LatentTensor):
+            args[0]._expression = result._expression
+            return args[0]
+        return result
+
+
+def plain(x: Any) -> Any:
+    """The same structure with every LatentTensor replaced by its plain value."""
+    if isinstance(x, LatentTensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor)
+    if type(x) is tuple:
+        return tuple(plain(v) for v in x)
+    if type(x) is list:
+        return [plain(v) for v in x]
+    if type(x) is dict:
+        return {k: plain(v) for k, v in x.items()}
+    return x
+
+
+def expression_of(x: Any) -> Expression:
+    """The expression of a LatentTensor; a plain tensor or number is a constant."""
+    if isinstance(x, LatentTensor):
+        return x._expression
+    return as_expression(x if isinstance(x, Tensor) else float(x))
+
+
+def latents_in(x: Any) -> Iterator[LatentTensor]:
+    """Every LatentTensor in a nest of tuples, lists and dicts."""
+    if isinstance(x, LatentTensor):
+        yield x
+    elif isinstance(x, tuple | list):
+        for v in x:
+            yield from latents_in(v)
+    elif isinstance(x, dict):
+        for v in x.values():
+            yield from latents_in(v)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        owner = getattr(func, "__self__", None)
+        return "property_" + getattr(owner, "__name__", "")
+    return name
+
+
+def _canonical(name: str) -> tuple[str, bool]:
+    """'__iadd__', 'add_' -> ('add', True); '__radd__' -> ('radd', False)."""
+    if name.startswith("__") and name.endswith("__"):
+        bare = name[2:-2]
+        if bare in ("iadd", "isub", "imul", "itruediv", "idiv", "ipow", "imatmul"):
+            return {"itruediv": "div", "idiv": "div"}.get(bare, bare[1:]), True
+        return {"truediv": "div", "rtruediv": "rdiv"}.get(bare, bare), False
+    if name.endswith("_") and not name.endswith("__"):
+        return name[:-1], True
+    return name, False
+
+
+def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = _RULES.get(key)
+    if kwargs.get("out", 0) is None:
+        kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+    expressions: Any = None
+    tensors = (out,) if isinstance(out, Tensor) else tuple(out)
+    if rule is not None and all(isinstance(t, Tensor) and _is_real(t) for t in tensors):
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                expressions = rule(out, *args, **kwargs)
+        except (TypeError, ValueError, NotImplementedError, IndexError, RuntimeError, KeyError):
+            # An unusual call form: the value is right, only its structure is not known.
+            expressions = None
+    if expressions is None:
+        sites = frozenset().union(*(v._expression.sites for v in latents_in((args, kwargs))))
+        label = key.removeprefix("property_")
+        expressions = tuple(
+            opaque(sites, f"'{label}' has no rule", tuple(t.shape))
+            if isinstance(t, Tensor)
+            else None
+            for t in tensors
+        )
+        if isinstance(out, Tensor):
+            expressions = expressions[0]
+    if isinstance(out, Tensor):
+        return _attach(out, expressions)
+    wrapped = [_attach(t, e) for t, e in zip(out, expressions, strict=True)]
+    return out if not isinstance(out, tuple | list) else _rebuild(out, wrapped)
+
+
+def _rebuild(out: Any, wrapped: list[Any]) -> Any:
+    if isinstance(out, list):
+        return wrapped
+    if type(out) is tuple:
+        return tuple(wrapped)
+    try:
+        return type(out)(wrapped)  # torch.return_types
+    except TypeError:
+        return tuple(wrapped)
+
+
+def _is_real(t: Tensor) -> bool:
+    return t.dtype.is_floating_point
+
+
+def _attach(t: Any, e: Expression | None) -> Any:
+    if not isinstance(t, Tensor) or e is None:
+        return t
+    if not e.sites:
+        return t
+    if tuple(t.shape) != e.shape:
+        e = opaque(e.sites, "a rule gave a wrong shape", tuple(t.shape))
+    return LatentTensor.make(t, e)
+
+
+def _record_read(name: str, args: tuple[Any, ...]) -> None:
+    if not _active:
+        return
+    frame = sys._getframe(2)
+    for _ in range(4):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_OUR_OWN):
+            return  # a support or shape check of the library, whose outcome does not enter the model
+        if module.startswith("pyro_cvi") or module.startswith("torch"):
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+            continue
+        break
+    for t in latents_in(args):
+        for site in t._expression.sites:
+            _active[-1].read[site] = name
+
+
+def _record_write(name: str, args: tuple[Any, ...]) -> None:
+    if _active:
+        for t in latents_in(args):
+            for site in t._expression.sites:
+                _active[-1].written[site] = name

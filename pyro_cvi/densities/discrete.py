@@ -1,0 +1,107 @@
+"""Rules of discrete distributions; the value is data, or an enumerated latent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.functions import clamp_link
+from pyro_cvi.algebra.latent import LatentTensor, expression_of, plain
+from pyro_cvi.densities.registry import density, is_probs
+
+softplus = torch.nn.functional.softplus
+logsigmoid = torch.nn.functional.logsigmoid
+
+
+def _guarded(probs: Tensor) -> Tensor:
+    """Probabilities kept off 0 and 1 as torch does, where they come through a link."""
+    value = plain(probs)
+    eps = torch.finfo(value.dtype).eps
+    if not isinstance(probs, LatentTensor):
+        return probs.clamp(eps, 1 - eps)
+    e = clamp_link(expression_of(probs), eps, 1 - eps)
+    return LatentTensor.make(value.clamp(eps, 1 - eps), e)
+
+
+@density(torch.distributions.Bernoulli)
+def bernoulli(d: Any, x: Tensor) -> Tensor:
+    """x log p + (1 - x) log(1 - p), or x f - log(1 + e^f) in logits f."""
+    if is_probs(d):
+        p = _guarded(d.probs)
+        return x * p.log() + (1 - x) * torch.log1p(-p)
+    return x * d.logits - softplus(d.logits)
+
+
+def _log_choose(n: Tensor, x: Tensor) -> Tensor:
+    return torch.lgamma(n + 1) - torch.lgamma(x + 1) - torch.lgamma(n - x + 1)
+
+
+@density(torch.distributions.Binomial)
+def binomial(d: Any, x: Tensor) -> Tensor:
+    """log C(n, x) + x log p + (n - x) log(1 - p)."""
+    n = d.total_count
+    if is_probs(d):
+        p = _guarded(d.probs)
+        return _log_choose(n, x) + x * p.log() + (n - x) * torch.log1p(-p)
+    return _log_choose(n, x) + x * d.logits - n * softplus(d.logits)
+
+
+@density(torch.distributions.Geometric)
+def geometric(d: Any, x: Tensor) -> Tensor:
+    """log p + x log(1 - p)."""
+    if "probs" in d.__dict__:
+        p = _guarded(d.probs)
+        return p.log() + x * torch.log1p(-p)
+    return logsigmoid(d.logits) + x * logsigmoid(-d.logits)
+
+
+@density(torch.distributions.NegativeBinomial)
+def negative_binomial(d: Any, x: Tensor) -> Tensor:
+    """log C(x + r - 1, x) + r log(1 - p) + x log p."""
+    r = d.total_count
+    log_choose = torch.lgamma(x + r) - torch.lgamma(x + 1.0) - torch.lgamma(r)
+    if is_probs(d):
+        p = _guarded(d.probs)
+        return log_choose + r * torch.log1p(-p) + x * p.log()
+    return log_choose + r * logsigmoid(-d.logits) + x * logsigmoid(d.logits)
+
+
+def _log_probs(d: Any) -> Tensor:
+    """log of normalised probabilities over the last axis."""
+    if is_probs(d):
+        p: Tensor = d.probs
+        return p.log()
+    logits: Tensor = d.logits
+    return logits
+
+
+@density(torch.distributions.Categorical)
+def categorical(d: Any, x: Tensor) -> Tensor:
+    """log p_x."""
+    log_p = _log_probs(d)
+    x = x.long()
+    shape = torch.broadcast_shapes(x.shape, plain(log_p).shape[:-1])
+    index = x.expand(shape).unsqueeze(-1)
+    wide = log_p.expand(*shape, plain(log_p).shape[-1])
+    return torch.take_along_dim(wide, index, -1).squeeze(-1)
+
+
+@density(torch.distributions.OneHotCategorical)
+def one_hot_categorical(d: Any, x: Tensor) -> Tensor:
+    """sum_k x_k log p_k."""
+    return (x * _log_probs(d._categorical)).sum(-1)
+
+
+@density(torch.distributions.Multinomial)
+def multinomial(d: Any, x: Tensor) -> Tensor:
+    """log n! - sum_k log x_k! + sum_k x_k log p_k."""
+    constant = torch.lgamma(x.sum(-1) + 1) - torch.lgamma(x + 1).sum(-1)
+    return constant + (x * _log_probs(d._categorical)).sum(-1)
+
+
+@density(torch.distributions.Poisson)
+def poisson(d: Any, x: Tensor) -> Tensor:
+    """x log b - b - log x!."""
+    return x * d.rate.log() - d.rate - torch.lgamma(x + 1)

@@ -1,0 +1,561 @@
+"""Means and covariances of affine expressions of Gaussian blocks.
+
+    e = c + A z    =>    E e = c + A m,    Cov(e, f) = A V B^T, cell by cell.
+
+An expression with constant coefficients of one dense block is compiled to its design matrix A (the
+user's own matrix where it already is one); everything else, products of independent blocks among
+them, goes through pairs of terms:
+
+    Cov(s, t) = sum over non-empty S of the shared blocks of  prod_S Cov * prod_rest (mean * mean).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import (
+    Axes,
+    Const,
+    Expression,
+    Group,
+    Operand,
+    Stat,
+    Statistic,
+    Term,
+    contract,
+    fresh_label,
+)
+from pyro_cvi.estimators.moments import Moments, Structure
+from pyro_cvi.gaussians import Layout, row_quadratic
+
+__all__ = ["Affine", "NotAffine", "compile_affine", "covariance", "flatten", "read_loc"]
+
+_DESIGN_LIMIT = 1 << 25
+"""Largest design matrix, in scalars, that is built when the user's tensors are not one already."""
+_MASK_LIMIT = 1 << 24
+
+
+class NotAffine(ValueError):
+    """The expression is not multilinear in Gaussian blocks; the message says why."""
+
+
+def flatten(e: Expression) -> Expression:
+    """The same expression with nested groups multiplied out into terms of constants and statistics."""
+    terms: list[Term] = []
+    constant = e.constant
+    for t in e.terms:
+        for flat in _distribute(t):
+            terms.append(flat)
+    if any(not any(isinstance(o, Stat) for o in t.operands) for t in terms):
+        fixed = [t for t in terms if all(isinstance(o, Const) for o in t.operands)]
+        terms = [t for t in terms if t not in fixed]
+        for t in fixed:
+            pieces = [(o.tensor, o.axes) for o in t.operands if isinstance(o, Const)]
+            value = contract(pieces, e.ndim) if pieces else torch.tensor(1.0)
+            constant = constant + t.coefficient * value
+    return Expression(e.shape, constant, tuple(terms))
+
+
+def _distribute(t: Term) -> list[Term]:
+    parts: list[list[Term]] = []
+    for o in t.operands:
+        if not isinstance(o, Group):
+            parts.append([Term(1.0, (o,))])
+            continue
+        inner = flatten(o.expression)
+        mapping = {i - len(o.axes): a for i, a in enumerate(o.axes)}
+        choices = []
+        for s in inner.terms:
+            fresh = {a: fresh_label() for a in s.contracted}
+            choices.append(s.relabelled({**mapping, **fresh}))
+        if inner.has_constant:
+            choices.append(_constant_term(inner, mapping))
+        parts.append(choices)
+    count = math.prod(len(p) for p in parts)
+    if count > 4096:
+        raise NotAffine("a product of sums with too many terms")
+    result = []
+    for choice in itertools.product(*parts):
+        coefficient = t.coefficient * math.prod(c.coefficient for c in choice)
+        result.append(Term(coefficient, tuple(o for c in choice for o in c.operands)))
+    # An output axis that only a dropped piece of a group carried is constant along it: nothing to do.
+    # A contracted axis that a choice lost is summed over, hence a factor of its size.
+    sizes = {a: n for o in t.operands for a, n in zip(o.axes, o.shape, strict=True) if a > 0}
+    return [_restore(r, sizes) for r in result]
+
+
+def _restore(t: Term, sizes: dict[int, int]) -> Term:
+    present = t.labels
+    missing = math.prod(n for a, n in sizes.items() if a not in present)
+    return Term(t.coefficient * missing, t.operands)
+
+
+def _constant_term(e: Expression, mapping: dict[int, int]) -> Term:
+    if not isinstance(e.constant, Tensor):
+        return Term(float(e.constant), ())
+    kept = [i for i, n in enumerate(e.constant.shape) if n != 1]
+    labels = [i - e.constant.ndim for i in kept]
+    tensor = e.constant.reshape([e.constant.shape[i] for i in kept])
+    return Term(1.0, (Const(tensor, tuple(mapping.get(a, a) for a in labels)),))
+
+
+def _check(e: Expression, structure: Structure) -> None:
+    for t in e.terms:
+        blocks = []
+        for o in t.operands:
+            if isinstance(o, Const):
+                continue
+            if not isinstance(o, Stat):
+                raise NotAffine(getattr(o, "reason", "an elementwise function of a latent"))
+            name = o.site.name
+            if not structure.is_gaussian(name) or o.statistic != Statistic():
+                raise NotAffine(f"'{name}' is not Gaussian")
+            blocks.append(structure.block[name])
+        if len(set(blocks)) < len(blocks):
+            raise NotAffine("a product of two values of one block")
+
+
+def read_loc(stat: Stat, structure: Structure) -> Reader:
+    """A reader of the posterior mean of a Gaussian statistic."""
+    layout = structure.layout[structure.block[stat.site.name]]
+    return Reader(structure.block[stat.site.name], layout.flat(stat.site.name)[stat.index])
+
+
+class Reader:
+    """loc.reshape(-1)[flat], as a slice where the positions are consecutive."""
+
+    def __init__(self, block: str, flat: Tensor) -> None:
+        self.block, self.flat = block, flat
+        self.start: int | None = None
+        if flat.numel():
+            start = int(flat.reshape(-1)[0])
+            steps = torch.arange(start, start + flat.numel(), device=flat.device)
+            if bool((flat.reshape(-1) == steps).all()):
+                self.start = start
+
+    def __call__(self, moments: Moments) -> Tensor:
+        loc = moments.gaussian[self.block][0].reshape(-1)
+        if self.start is not None:
+            return loc.narrow(0, self.start, self.flat.numel()).reshape(self.flat.shape)
+        return loc[self.flat]
+
+
+@dataclass(frozen=True, eq=False)
+class Design:
+    """coefficient * A z over one dense block; A is (*cells, active), its cells have the labels `axes`."""
+
+    block: str
+    coefficient: float
+    matrix: Tensor
+    columns: Tensor
+    start: int | None
+    axes: Axes
+
+    def loc(self, moments: Moments) -> Tensor:
+        loc = moments.gaussian[self.block][0].reshape(-1)
+        part = loc[self.columns] if self.start is None else loc.narrow(0, self.start, len(self.columns))
+        return self.coefficient * (self.matrix.to(loc.dtype) @ part)
+
+    def cov(self, moments: Moments) -> Tensor:
+        cov = moments.gaussian[self.block][1][0]
+        if self.start is None:
+            return cov[self.columns[:, None], self.columns]
+        n = len(self.columns)
+        return cov if n == cov.shape[0] else cov.narrow(0, self.start, n).narrow(1, self.start, n)
+
+    def variance(self, moments: Moments) -> Tensor:
+        matrix = self.matrix.reshape(-1, self.matrix.shape[-1])
+        v = row_quadratic(matrix, self.cov(moments))
+        return self.coefficient**2 * v.reshape(self.matrix.shape[:-1])
+
+
+class Affine:
+    """E e and Var e of an expression that is multilinear in Gaussian blocks."""
+
+    def __init__(self, e: Expression, structure: Structure) -> None:
+        flat = flatten(e)
+        _check(flat, structure)
+        self.expression, self.structure = flat, structure
+        self.ndim = e.ndim
+        self.blocks = frozenset(structure.block[s] for s in flat.sites)
+        self.designs: list[Design] = []
+        self.terms: list[Term] = []
+        by_block: dict[str, list[Term]] = {}
+        for t in flat.terms:
+            names = [structure.block[o.site.name] for o in t.operands if isinstance(o, Stat)]
+            dense = len(names) == 1 and structure.layout[names[0]].count == 1
+            if dense:
+                by_block.setdefault(names[0], []).append(t)
+            else:
+                self.terms.append(t)
+        for block, terms in by_block.items():
+            mixed = any(block in _blocks(t, structure) for t in self.terms)
+            design = None if mixed else _design(terms, structure.layout[block], block)
+            if design is None:
+                self.terms += terms
+            else:
+                self.designs.append(design)
+        self._pairs: list[_Pair] | None = None
+
+    def mean(self, moments: Moments) -> Tensor:
+        """E e, right-aligned to the expression's shape."""
+        total: Tensor | float = self.expression.constant
+        for d in self.designs:
+            total = contract([(d.loc(moments), d.axes)], self.ndim) + total
+        for t in self._readers():
+            total = t(moments, self.ndim) + total
+        assert isinstance(total, Tensor) or not self.expression.terms
+        return total if isinstance(total, Tensor) else torch.tensor(total)
+
+    def _readers(self) -> list[_TermMean]:
+        if not hasattr(self, "_means"):
+            self._means = [_TermMean(t, self.structure) for t in self.terms]
+        return self._means
+
+    def variance(self, moments: Moments) -> Tensor | float:
+        """Var e, right-aligned to the expression's shape."""
+        total: Tensor | float = 0.0
+        for d in self.designs:
+            total = contract([(d.variance(moments), d.axes)], self.ndim) + total
+        for pair in self.pairs():
+            total = pair(moments, self.ndim) + total
+        return total
+
+    def pairs(self) -> list[_Pair]:
+        """Covariances of the terms that have no design; compiled once."""
+        if self._pairs is None:
+            self._pairs = _compile_pairs(self.terms, self.terms, self.structure, symmetric=True)
+        return self._pairs
+
+
+def compile_affine(e: Expression, structure: Structure) -> Affine:
+    """An `Affine`, or NotAffine with the reason."""
+    affine = Affine(e, structure)
+    affine.pairs()
+    return affine
+
+
+def covariance(a: Affine, b: Affine) -> Covariance:
+    """Cov(a, b) cell by cell."""
+    return Covariance(a, b)
+
+
+class Covariance:
+    """Cov(a, b) of two affine expressions over the same cells."""
+
+    def __init__(self, a: Affine, b: Affine) -> None:
+        self.ndim = max(a.ndim, b.ndim)
+        self.designs = [(x, y) for x in a.designs for y in b.designs if x.block == y.block]
+        used = {x.block for x, _ in self.designs}
+        loose_a, loose_b = list(a.terms), list(b.terms)
+        if any(d.block not in used and d.block in b.blocks for d in a.designs) or any(
+            d.block not in used and d.block in a.blocks for d in b.designs
+        ):
+            # One side has a design where the other has loose terms: go through terms on both sides.
+            self.designs = []
+            loose_a, loose_b = list(a.expression.terms), list(b.expression.terms)
+        self.pairs = _compile_pairs(loose_a, loose_b, a.structure, symmetric=False)
+
+    def __call__(self, moments: Moments) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for x, y in self.designs:
+            total = self._design_pair(x, y, moments) + total
+        for pair in self.pairs:
+            total = pair(moments, self.ndim) + total
+        return total
+
+    def _design_pair(self, x: Design, y: Design, moments: Moments) -> Tensor:
+        cov = moments.gaussian[x.block][1][0][x.columns[:, None], y.columns]
+        k, j = fresh_label(), fresh_label()
+        pieces = [(x.matrix.to(cov.dtype), (*x.axes, k)), (cov, (k, j))]
+        left = contract_to(pieces, (*x.axes, j))
+        product = contract_to([(left, (*x.axes, j)), (y.matrix.to(cov.dtype), (*y.axes, j))], None)
+        axes = tuple(sorted({*x.axes, *y.axes}))
+        return x.coefficient * y.coefficient * contract([(product, axes)], self.ndim)
+
+
+def contract_to(pieces: Sequence[tuple[Tensor, Axes]], target: Axes | None) -> Tensor:
+    """einsum to the given labels (all negative ones, sorted, when None)."""
+    labels = sorted({a for _, axes in pieces for a in axes})
+    target = tuple(a for a in labels if a < 0) if target is None else target
+    names = {a: i for i, a in enumerate(labels)}
+    flat: list[object] = []
+    for tensor, axes in pieces:
+        flat += [tensor, [names[a] for a in axes]]
+    result: Tensor = torch.einsum(*flat, [names[a] for a in target])
+    return result
+
+
+def _blocks(t: Term, structure: Structure) -> set[str]:
+    return {structure.block[o.site.name] for o in t.operands if isinstance(o, Stat)}
+
+
+class _TermMean:
+    """E of one term: the product of its constants and of its blocks' means."""
+
+    def __init__(self, t: Term, structure: Structure) -> None:
+        self.coefficient = t.coefficient
+        self.pieces: list[tuple[Tensor | Reader, Axes]] = [
+            (o.tensor, o.axes) if isinstance(o, Const) else (read_loc(o, structure), o.axes)
+            for o in t.operands
+            if isinstance(o, Const | Stat)
+        ]
+
+    def __call__(self, moments: Moments, ndim: int) -> Tensor:
+        pieces = [(p(moments) if isinstance(p, Reader) else p, axes) for p, axes in self.pieces]
+        return self.coefficient * contract(pieces, ndim)
+
+
+def _design(terms: list[Term], layout: Layout, block: str) -> Design | None:
+    """The terms of one dense block as one matrix, or None where that matrix would be too large."""
+    if len(terms) == 1:
+        ready = _ready_design(terms[0], layout, block)
+        if ready is not None:
+            return ready
+    sizes: dict[int, int] = {}
+    reads = []
+    for t in terms:
+        (stat,) = [o for o in t.operands if isinstance(o, Stat)]
+        for o in t.operands:
+            sizes.update({a: n for a, n in zip(o.axes, o.shape, strict=True)})
+        reads.append((t, stat, layout.flat(stat.site.name)[stat.index]))
+    cells = tuple(sorted({a for t in terms for a in t.labels if a < 0}))
+    columns = torch.unique(torch.cat([flat.reshape(-1) for _, _, flat in reads]))
+    shape = [sizes[a] for a in cells]
+    if math.prod(shape) * columns.numel() > _DESIGN_LIMIT:
+        return None
+    matrix: Tensor | None = None
+    for t, stat, flat in reads:
+        column = torch.searchsorted(columns, flat)
+        part = _scatter(t, stat, column, cells, shape, columns.numel())
+        matrix = part if matrix is None else matrix + part
+    assert matrix is not None
+    return Design(block, 1.0, matrix, columns, _consecutive(columns), cells)
+
+
+def _consecutive(columns: Tensor) -> int | None:
+    start = int(columns[0])
+    steps = torch.arange(start, start + columns.numel(), device=columns.device)
+    return start if bool((columns == steps).all()) else None
+
+
+def _ready_design(t: Term, layout: Layout, block: str) -> Design | None:
+    """X @ w: the user's own matrix is the design."""
+    consts = [o for o in t.operands if isinstance(o, Const)]
+    (stat,) = [o for o in t.operands if isinstance(o, Stat)]
+    if len(consts) != 1 or len(stat.axes) != 1 or stat.axes[0] < 0:
+        return None
+    (const,) = consts
+    (k,) = stat.axes
+    columns = layout.flat(stat.site.name)[stat.index]
+    if k not in const.axes or any(a > 0 for a in const.axes if a != k):
+        return None
+    if torch.unique(columns).numel() != columns.numel():
+        return None
+    cells = tuple(sorted(a for a in const.axes if a != k))
+    matrix = const.tensor.permute([const.axes.index(a) for a in (*cells, k)])
+    return Design(block, t.coefficient, matrix, columns, _consecutive(columns), cells)
+
+
+def _scatter(
+    t: Term, stat: Stat, column: Tensor, cells: Axes, shape: list[int], width: int
+) -> Tensor:
+    """The matrix of one term: sum its coefficients into the columns it reads."""
+    consts = [(o.tensor, o.axes) for o in t.operands if isinstance(o, Const)]
+    dtype, device = _dtype(consts), column.device
+    stat_inner = [a for a in stat.axes if a > 0]
+    inner = sorted({*stat_inner})
+    target = (*cells, *inner)
+    labels = {a for _, axes in consts for a in axes}
+    kept = tuple(a for a in target if a in labels)
+    if consts:
+        value = contract_to(consts, kept) * t.coefficient
+    else:
+        value = torch.tensor(t.coefficient, dtype=dtype, device=device)
+    full = [*shape, *(n for a in inner for b, n in zip(stat.axes, stat.shape, strict=True) if a == b)]
+    sizes = iter(value.shape)
+    value = value.reshape([next(sizes) if a in kept else 1 for a in target])
+    order = [stat.axes.index(a) for a in target if a in stat.axes]
+    where = column.permute(order)
+    sizes = iter(where.shape)
+    where = where.reshape([next(sizes) if a in stat.axes else 1 for a in target])
+    rows = math.prod(shape)
+    matrix = value.new_zeros(rows, width)
+    if all(a > 0 for a in stat.axes):
+        # Every cell reads the same columns: add along the last axis, no index of the matrix's size.
+        flat_value = value.expand(full).reshape(rows, -1)
+        return matrix.index_add(1, where.reshape(-1), flat_value).reshape(*shape, width)
+    index = where.expand(full).reshape(rows, -1)
+    return matrix.scatter_add(1, index, value.expand(full).reshape(rows, -1)).reshape(*shape, width)
+
+
+def _dtype(consts: Sequence[tuple[Tensor, Axes]]) -> torch.dtype:
+    return consts[0][0].dtype if consts else torch.get_default_dtype()
+
+
+# --- pairs of terms --------------------------------------------------------------------------------
+
+
+class _Pair:
+    """coefficient * one product of constants, means and covariances."""
+
+    def __init__(self, coefficient: float, pieces: list[tuple[object, Axes]]) -> None:
+        self.coefficient, self.pieces = coefficient, pieces
+
+    def __call__(self, moments: Moments, ndim: int) -> Tensor:
+        pieces = [
+            (p if isinstance(p, Tensor) else p(moments), axes)  # type: ignore[operator]
+            for p, axes in self.pieces
+        ]
+        return self.coefficient * contract(pieces, ndim)
+
+
+class _CovReader:
+    """V[element, position, position'], with the axes of both statistics."""
+
+    def __init__(self, block: str, layout: Layout, a: Stat, b: Stat) -> None:
+        self.block = block
+        self.axes = tuple(sorted({*a.axes, *b.axes}))
+        ea, pa = _spread(layout.element, a, self.axes), _spread(layout.position, a, self.axes)
+        eb, pb = _spread(layout.element, b, self.axes), _spread(layout.position, b, self.axes)
+        same = ea == eb
+        self.mask: Tensor | None = None
+        if not bool(same.all()):
+            if same.numel() > _MASK_LIMIT:
+                raise NotAffine("a sum over many elements of a plate inside a square")
+            self.mask = same
+        self.element, self.left, self.right = ea, pa, pb
+        self.simple = self._identity(layout, a, b)
+
+    def _identity(self, layout: Layout, a: Stat, b: Stat) -> Axes | None:
+        """Axes (n, k, l) when the covariance is read whole, so that nothing is gathered."""
+        if self.mask is not None or len(self.axes) > 3:
+            return None
+        axes: list[int] = []
+        for index, size in ((self.element, layout.count), (self.left, layout.width)):
+            axes += self._arange_axis(index, size)
+        axes += self._arange_axis(self.right, layout.width)
+        wanted = 3 if layout.count > 1 else 2
+        wanted -= 2 if layout.width == 1 else 0
+        if None in axes or len(axes) != wanted or len(set(axes)) != wanted:
+            return None
+        return tuple(axes) if set(axes) == set(self.axes) else None
+
+    def _arange_axis(self, index: Tensor, size: int) -> list[int]:
+        if size == 1:
+            return []
+        long = [i for i, n in enumerate(index.shape) if n > 1]
+        if len(long) == 1 and index.numel() == size:
+            steps = torch.arange(size, device=index.device)
+            if bool((index.reshape(-1) == steps).all()):
+                return [self.axes[long[0]]]
+        return [0]
+
+    def __call__(self, moments: Moments) -> Tensor:
+        cov = moments.gaussian[self.block][1]
+        if self.simple is not None:
+            shape = [n for n, size in zip(cov.shape, cov.shape, strict=True) if size > 1]
+            order = [self.simple.index(a) for a in self.axes]
+            return cov.reshape(shape).permute(order)
+        value = cov[self.element, self.left, self.right]
+        if self.mask is not None:
+            value = value * self.mask
+        return value
+
+
+def _spread(table: dict[str, Tensor], stat: Stat, axes: Axes) -> Tensor:
+    index = table[stat.site.name][stat.index]
+    index = index.permute([stat.axes.index(a) for a in axes if a in stat.axes])
+    sizes = iter(index.shape)
+    return index.reshape([next(sizes) if a in stat.axes else 1 for a in axes])
+
+
+def _compile_pairs(
+    left: list[Term], right: list[Term], structure: Structure, *, symmetric: bool
+) -> list[_Pair]:
+    pairs = []
+    for i, s in enumerate(left):
+        for j, t in enumerate(right):
+            if symmetric and j < i:
+                continue
+            weight = 2.0 if symmetric and j > i else 1.0
+            pairs += _pair(s, t, weight, structure)
+    return pairs
+
+
+def _pair(s: Term, t: Term, weight: float, structure: Structure) -> list[_Pair]:
+    t = t.relabelled({a: fresh_label() for a in t.contracted})
+    stats_s = {structure.block[o.site.name]: o for o in s.operands if isinstance(o, Stat)}
+    stats_t = {structure.block[o.site.name]: o for o in t.operands if isinstance(o, Stat)}
+    shared = [b for b in stats_s if b in stats_t]
+    if not shared:
+        return []
+    t, stats_t = _unify(s, t, stats_s, stats_t, shared, structure)
+    fixed: list[tuple[object, Axes]] = [
+        (o.tensor, o.axes) for o in (*s.operands, *t.operands) if isinstance(o, Const)
+    ]
+    result = []
+    for n in range(1, len(shared) + 1):
+        for chosen in itertools.combinations(shared, n):
+            pieces = list(fixed)
+            for block in {*stats_s, *stats_t}:
+                if block in chosen:
+                    reader = _CovReader(
+                        block, structure.layout[block], stats_s[block], stats_t[block]
+                    )
+                    pieces.append((reader, reader.axes))
+                else:
+                    for stats in (stats_s, stats_t):
+                        if block in stats:
+                            stat = stats[block]
+                            pieces.append((read_loc(stat, structure), stat.axes))
+            result.append(_Pair(weight * s.coefficient * t.coefficient, pieces))
+    return result
+
+
+def _unify(
+    s: Term,
+    t: Term,
+    stats_s: dict[str, Stat],
+    stats_t: dict[str, Stat],
+    shared: list[str],
+    structure: Structure,
+) -> tuple[Term, dict[str, Stat]]:
+    """Sums over the elements of a plate on both sides meet only in equal elements: one label serves."""
+    if len(shared) != 1:
+        return t, stats_t
+    (block,) = shared
+    layout = structure.layout[block]
+    if layout.count == 1:
+        return t, stats_t
+    a, b = _element_label(stats_s[block], layout), _element_label(stats_t[block], layout)
+    if a is None or b is None or not torch.equal(a[1], b[1]):
+        return t, stats_t
+    renamed = t.relabelled({b[0]: a[0]})
+    return renamed, {
+        structure.block[o.site.name]: o for o in renamed.operands if isinstance(o, Stat)
+    }
+
+
+def _element_label(stat: Stat, layout: Layout) -> tuple[int, Tensor] | None:
+    """The one contracted label that the element depends on, when different values differ."""
+    element = layout.element[stat.site.name][stat.index]
+    varying = [
+        i for i in range(element.ndim) if not bool((element == element.narrow(i, 0, 1)).all())
+    ]
+    if len(varying) != 1 or stat.axes[varying[0]] < 0:
+        return None
+    (i,) = varying
+    line = element.movedim(i, 0).reshape(element.shape[i], -1)[:, 0]
+    return (stat.axes[i], line) if torch.unique(line).numel() == line.numel() else None
+
+
+def replace_axes(o: Operand, axes: Axes) -> Operand:
+    """The operand under other labels."""
+    return replace(o, axes=axes)

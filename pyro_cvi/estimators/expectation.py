@@ -1,0 +1,582 @@
+"""E_q[expression], compiled once per plan: exact where the algebra allows, else by quadrature.
+
+A term is a product of operands. Operands that share no block are independent under q, so the
+expectation of a term is the product over its connected components:
+
+- one sufficient statistic of a site: its mean parameter (exact);
+- a multilinear expression of Gaussian blocks, or a product of two: E a E b + Cov(a, b) (exact);
+- a function of one or two affine Gaussian predictors: closed form or quadrature;
+- anything else cannot be averaged here, and its sites have to be sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.evaluate import evaluate
+from pyro_cvi.algebra.expression import (
+    Axes,
+    Const,
+    Expression,
+    Group,
+    Link,
+    Opaque,
+    Operand,
+    Stat,
+    Statistic,
+    Term,
+    contract,
+)
+from pyro_cvi.algebra.moves import move
+from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
+from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
+from pyro_cvi.estimators.quadrature import gaussian_expectation
+
+__all__ = ["Expectation", "How", "compile_expectation"]
+
+
+@dataclass(frozen=True)
+class How:
+    """How one site's message from one factor is found: "exact", "quadrature" or "sampled", and why."""
+
+    kind: str
+    reason: str
+
+    @property
+    def rank(self) -> int:
+        return ("exact", "quadrature", "sampled").index(self.kind)
+
+
+class Component(Protocol):
+    """The expectation of some operands of a term, with the labels of its axes."""
+
+    axes: Axes
+
+    def __call__(self, moments: Moments) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class Expectation:
+    """E_q of an expression; call it with moments. `how` says per site how it was done.
+
+    Sites whose entry is "sampled" cannot be averaged: the expectation must then not be called.
+    """
+
+    shape: tuple[int, ...]
+    constant: Tensor | float
+    terms: list[tuple[float, list[tuple[Tensor, Axes]], list[Component]]] = field(
+        default_factory=list
+    )
+    how: dict[str, How] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> frozenset[str]:
+        return frozenset(s for s, h in self.how.items() if h.kind == "sampled")
+
+    def __call__(self, moments: Moments) -> Tensor:
+        """Right-aligned to `shape`, with axes of size one where it is constant."""
+        ndim = len(self.shape)
+        total: Tensor | float = self.constant
+        for coefficient, consts, components in self.terms:
+            pieces = [*consts, *((c(moments), c.axes) for c in components)]
+            total = coefficient * contract(pieces, ndim) + total
+        return total if isinstance(total, Tensor) else torch.tensor(total)
+
+    def note(self, sites: frozenset[str] | set[str], kind: str, reason: str) -> None:
+        """Record the worst treatment seen for each site."""
+        new = How(kind, reason)
+        for site in sites:
+            old = self.how.get(site)
+            if old is None or new.rank > old.rank:
+                self.how[site] = new
+
+
+def compile_expectation(e: Expression, structure: Structure, *, learn_constants: bool = False) -> Expectation:
+    """Compile E_q[e] for a posterior of the given structure."""
+    result = Expectation(e.shape, e.constant)
+    for t in e.terms:
+        _compile_term(t, structure, result, learn_constants)
+    return result
+
+
+def _compile_term(t: Term, structure: Structure, result: Expectation, learn: bool) -> None:
+    consts, groups = _components(t, structure)
+    compiled: list[Component] = []
+    for operands in groups:
+        component = _compile_component(operands, structure, result, learn)
+        if component is None:
+            if not _compile_multiplied_out(t, structure, result, learn):
+                _note_sampled(operands, result)
+            return
+        compiled.append(component)
+    result.terms.append((t.coefficient, consts, compiled))
+
+
+def _note_sampled(operands: list[Operand], result: Expectation) -> None:
+    for o in operands:
+        reason = _why(o)
+        result.note(o.sites, "sampled", reason)
+
+
+def _why(o: Operand) -> str:
+    if isinstance(o, Opaque):
+        return o.reason
+    if isinstance(o, Link):
+        inner = [_why(p) for a in o.arguments for t in a.terms for p in t.operands]
+        for reason in inner:
+            if "no rule" in reason or "read" in reason:
+                return reason
+        return f"'{o.name}' of more than two predictors, or of a site that is not Gaussian"
+    if isinstance(o, Group):
+        for t in o.expression.terms:
+            for p in t.operands:
+                if isinstance(p, Opaque | Link):
+                    return _why(p)
+    return "enters the density in a way that is not conjugate"
+
+
+def _compile_multiplied_out(
+    t: Term, structure: Structure, result: Expectation, learn: bool
+) -> bool:
+    """Try again with the term's groups multiplied out; only if every piece then has an expectation."""
+    if not any(isinstance(o, Group) for o in t.operands):
+        return False
+    try:
+        labels = sorted(a for a in t.labels if a < 0)
+        whole = flatten(Expression((1,) * (-min(labels, default=0)), 0.0, (t,)))
+    except NotAffine:
+        return False
+    trial = Expectation(result.shape, whole.constant)
+    from pyro_cvi.algebra.expression import merge_operands
+
+    for s in whole.terms:
+        s = Term(s.coefficient, merge_operands(s.operands))
+        if any(isinstance(o, Group) for o in s.operands):
+            return False
+        _compile_term(s, structure, trial, learn)
+    if trial.sampled:
+        return False
+    result.constant = result.constant + trial.constant
+    result.terms += trial.terms
+    for site, how in trial.how.items():
+        result.note({site}, how.kind, how.reason)
+    return True
+
+
+def _components(
+    t: Term, structure: Structure
+) -> tuple[list[tuple[Tensor, Axes]], list[list[Operand]]]:
+    """Constants, and the other operands grouped by shared blocks."""
+    consts = [(o.tensor, o.axes) for o in t.operands if isinstance(o, Const)]
+    groups: list[tuple[set[str], list[Operand]]] = []
+    for o in t.operands:
+        if isinstance(o, Const):
+            continue
+        if not o.sites:
+            value = evaluate_constant(o)
+            consts.append((value, o.axes))
+            continue
+        blocks = {structure.block[s] for s in o.sites}
+        members = [o]
+        for g in [g for g in groups if g[0] & blocks]:
+            groups.remove(g)
+            blocks |= g[0]
+            members = g[1] + members
+        groups.append((blocks, members))
+    return consts, [members for _, members in groups]
+
+
+def evaluate_constant(o: Operand) -> Tensor:
+    """The value of an operand without sites."""
+    from pyro_cvi.algebra.evaluate import operand_value
+
+    def read(stat: Stat) -> Tensor:
+        raise AssertionError(stat)
+
+    return operand_value(o, read)
+
+
+def _compile_component(
+    operands: list[Operand], structure: Structure, result: Expectation, learn: bool
+) -> Component | None:
+    if len(operands) == 1:
+        (o,) = operands
+        if isinstance(o, Stat) and not structure.is_gaussian(o.site.name):
+            return _statistic(o, structure, result)
+        if isinstance(o, Group):
+            nested = _nested(o, structure, result, learn)
+            if nested is not None:
+                return nested
+    exact = _multilinear(operands, structure)
+    if exact is not None:
+        sites = frozenset().union(*(o.sites for o in operands))
+        result.note(sites, "exact", "Gaussian, quadratic in the log density")
+        return exact
+    return _quadrature(operands, structure, result, learn)
+
+
+class _StatisticMean:
+    def __init__(self, stat: Stat, position: int) -> None:
+        self.stat, self.position, self.axes = stat, position, stat.axes
+
+    def __call__(self, moments: Moments) -> Tensor:
+        return moments.read(self.stat, self.position)
+
+
+def _statistic(o: Stat, structure: Structure, result: Expectation) -> Component | None:
+    family = structure.family[o.site.name]
+    position = statistic_position(family, o.statistic)
+    if position is None:
+        return None
+    result.note(o.sites, "exact", f"{family.name}, affine in {o.statistic}")
+    return _StatisticMean(o, position)
+
+
+class _Nested:
+    def __init__(self, inner: Expectation, o: Group) -> None:
+        self.inner, self.shape, self.axes = inner, o.shape, o.axes
+
+    def __call__(self, moments: Moments) -> Tensor:
+        return self.inner(moments).expand(self.shape)
+
+
+def _nested(o: Group, structure: Structure, result: Expectation, learn: bool) -> Component | None:
+    inner = compile_expectation(o.expression, structure, learn_constants=learn)
+    if inner.sampled:
+        return None
+    for site, how in inner.how.items():
+        result.note({site}, how.kind, how.reason)
+    return _Nested(inner, o)
+
+
+class _AffineMean:
+    def __init__(self, affine: Affine, axes: Axes, shape: tuple[int, ...]) -> None:
+        self.affine, self.axes, self.shape = affine, axes, shape
+
+    def __call__(self, moments: Moments) -> Tensor:
+        return self.affine.mean(moments).expand(self.shape)
+
+
+class _Product:
+    """E[a b] = E a E b + Cov(a, b); E a^2 = (E a)^2 + Var a, so squares never lose their digits."""
+
+    def __init__(
+        self, a: Affine, b: Affine, cov: Covariance | None, axes: Axes, shape: tuple[int, ...]
+    ) -> None:
+        self.a, self.b, self.cov, self.axes, self.shape = a, b, cov, axes, shape
+
+    def __call__(self, moments: Moments) -> Tensor:
+        if self.cov is None:
+            mean = self.a.mean(moments)
+            return (mean * mean + self.a.variance(moments)).expand(self.shape)
+        product = self.a.mean(moments) * self.b.mean(moments)
+        return (product + self.cov(moments)).expand(self.shape)
+
+
+def _multilinear(operands: list[Operand], structure: Structure) -> Component | None:
+    if len(operands) > 2:
+        return None
+    axes = tuple(sorted({a for o in operands for a in o.axes}))
+    shape = _sizes(operands, axes)
+    try:
+        first = compile_affine(_as_cells(operands[0], axes, shape), structure)
+        if len(operands) == 1:
+            return _AffineMean(first, axes, shape)
+        if operands[0] is operands[1]:
+            return _Product(first, first, None, axes, shape)
+        second = compile_affine(_as_cells(operands[1], axes, shape), structure)
+        return _Product(first, second, Covariance(first, second), axes, shape)
+    except NotAffine:
+        return None
+
+
+def _sizes(operands: list[Operand], axes: Axes) -> tuple[int, ...]:
+    sizes = {a: n for o in operands for a, n in zip(o.axes, o.shape, strict=True)}
+    return tuple(sizes[a] for a in axes)
+
+
+def _as_cells(o: Operand, axes: Axes, shape: tuple[int, ...]) -> Expression:
+    """An operand as an expression over cells: the given labels become its output axes."""
+    mapping = {a: i - len(axes) for i, a in enumerate(axes)}
+    return Expression(shape, 0.0, (Term(1.0, (o,)).relabelled(mapping),))
+
+
+# --- quadrature ------------------------------------------------------------------------------------
+
+
+class _ExpMean:
+    """E exp(f) = exp(m + v / 2)."""
+
+    def __init__(self, affine: Affine, axes: Axes, shape: tuple[int, ...]) -> None:
+        self.affine, self.axes, self.shape = affine, axes, shape
+
+    def __call__(self, moments: Moments) -> Tensor:
+        half = 0.5 * self.affine.variance(moments)
+        return (self.affine.mean(moments) + half).exp().expand(self.shape)
+
+
+class _Quadrature:
+    """E g(f_1, f_2) cell by cell, with g the component's operands multiplied."""
+
+    def __init__(
+        self,
+        whole: Expression,
+        predictors: list[tuple[Expression, Affine]],
+        structure: Structure,
+        axes: Axes,
+        shape: tuple[int, ...],
+        learn: bool,
+    ) -> None:
+        self.whole, self.axes, self.shape, self.learn = whole, axes, shape, learn
+        self.affines = [a for _, a in predictors]
+        self.position = {id(e): i for i, (e, _) in enumerate(predictors)}
+        self.cross = Covariance(*self.affines) if len(self.affines) == 2 else None
+        self.cells = whole.shape[0] if whole.shape else 1
+
+    def __call__(self, moments: Moments) -> Tensor:
+        n = self.cells
+        means = [torch.as_tensor(a.mean(moments)).expand(n) for a in self.affines]
+        mean = torch.stack(means)
+        like = means[0]
+        variances = [_vector(a.variance(moments), like) for a in self.affines]
+        if self.cross is None:
+            cov = variances[0][None, None]
+        else:
+            c = _vector(self.cross(moments), like)
+            cov = torch.stack([torch.stack([variances[0], c]), torch.stack([c, variances[1]])])
+        value = gaussian_expectation(self._cells, mean, cov, differentiate_constants=self.learn)
+        return value.reshape(self.shape)
+
+    def _cells(self, z: list[Tensor], index: Tensor | None) -> Tensor:
+        value = _nodes_value(self.whole, z, self.position, index)
+        return value.expand(z[0].shape) if value.shape != z[0].shape else value
+
+
+def _vector(value: Tensor | float, like: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        return like.new_full(like.shape, value)
+    return value.expand(like.shape)
+
+
+def _nodes_value(
+    e: Expression, z: list[Tensor], position: dict[int, int], index: Tensor | None
+) -> Tensor:
+    """A one-axis expression at quadrature nodes, for the selected cells: (nodes, cells)."""
+    if id(e) in position:
+        return z[position[id(e)]]
+    total: Tensor | None = None
+    for t in e.terms:
+        value: Tensor | None = None
+        for o in t.operands:
+            factor = _nodes_operand(o, z, position, index)
+            value = factor if value is None else value * factor
+        assert value is not None
+        value = value if t.coefficient == 1 else value * t.coefficient
+        total = value if total is None else total + value
+    constant = e.constant
+    if isinstance(constant, Tensor) and index is not None and constant.numel() > 1:
+        constant = constant[index]
+    if total is None:
+        return constant if isinstance(constant, Tensor) else z[0].new_tensor(constant)
+    return total + constant if e.has_constant else total
+
+
+def _nodes_operand(
+    o: Operand, z: list[Tensor], position: dict[int, int], index: Tensor | None
+) -> Tensor:
+    if isinstance(o, Const):
+        return o.tensor[index] if o.axes and index is not None else o.tensor
+    if isinstance(o, Group):
+        return _nodes_value(o.expression, z, position, index)
+    if isinstance(o, Link):
+        return o.function(*(_nodes_value(a, z, position, index) for a in o.arguments))
+    raise AssertionError("a predictor was not recognised")
+
+
+def _quadrature(
+    operands: list[Operand], structure: Structure, result: Expectation, learn: bool
+) -> Component | None:
+    axes = tuple(sorted({a for o in operands for a in o.axes}))
+    shape = _sizes(operands, axes)
+    mapping = {a: i - len(axes) for i, a in enumerate(axes)}
+    whole = Expression(shape, 0.0, (Term(1.0, tuple(operands)).relabelled(mapping),))
+    if any(isinstance(o, Opaque) for o in _leaves(whole)):
+        return None
+    if len(operands) == 1 and isinstance(operands[0], Link) and operands[0].name == "exp":
+        closed = _closed_form(operands[0], axes, shape, structure)
+        if closed is not None:
+            sites = operands[0].sites
+            result.note(sites, "quadrature", "closed form of E exp, not conjugate")
+            return closed
+    flat = move(whole, _flatten_cells)
+    found: list[tuple[Expression, Affine]] = []
+    canonical = _find_predictors(flat, structure, found)
+    if canonical is None or not 1 <= len(found) <= 2:
+        return None
+    count = "one scalar predictor" if len(found) == 1 else "two scalar predictors"
+    names = ", ".join(sorted({o.name for o in _leaves(whole) if isinstance(o, Link)}))
+    reason = f"a function ({names}) of {count}" if names else f"a polynomial of {count}"
+    result.note(whole.sites, "quadrature", reason)
+    return _Quadrature(canonical, found, structure, axes, shape, learn)
+
+
+def _flatten_cells(x: Tensor) -> Tensor:
+    return x.reshape(-1)
+
+
+def _closed_form(
+    o: Link, axes: Axes, shape: tuple[int, ...], structure: Structure
+) -> Component | None:
+    try:
+        mapping = {i - len(o.shape): a for i, a in enumerate(o.axes)}
+        order = {a: i - len(axes) for i, a in enumerate(axes)}
+        e = o.arguments[0]
+        renamed = {k: order[v] for k, v in mapping.items()}
+        constant = e.constant
+        if isinstance(constant, Tensor) and constant.ndim:
+            permutation = [o.axes.index(a) for a in axes]
+            constant = constant.expand(o.shape).permute(permutation)
+        cells = Expression(shape, constant, tuple(t.relabelled(renamed) for t in e.terms))
+        affine = compile_affine(cells, structure)
+        if len(affine.expression.terms) and all(
+            len([p for p in t.operands if isinstance(p, Stat)]) == 1
+            for t in affine.expression.terms
+        ):
+            return _ExpMean(affine, axes, shape)
+    except NotAffine:
+        pass
+    return None
+
+
+def _leaves(e: Expression) -> list[Operand]:
+    result: list[Operand] = []
+    for t in e.terms:
+        for o in t.operands:
+            result.append(o)
+            if isinstance(o, Group):
+                result += _leaves(o.expression)
+            elif isinstance(o, Link):
+                for a in o.arguments:
+                    result += _leaves(a)
+    return result
+
+
+def _find_predictors(
+    e: Expression, structure: Structure, found: list[tuple[Expression, Affine]]
+) -> Expression | None:
+    """Replace maximal affine Gaussian parts by canonical predictors; None where that is impossible."""
+    if not e.terms:
+        return e
+    affine = _linear_predictor(e, structure)
+    if affine is not None:
+        return _canonical(e, affine, found)
+    terms = []
+    for t in e.terms:
+        if t.contracted:
+            return None
+        operands: list[Operand] = []
+        for o in t.operands:
+            replaced = _find_in_operand(o, structure, found)
+            if replaced is None:
+                return None
+            operands.append(replaced)
+        terms.append(Term(t.coefficient, tuple(operands)))
+    return Expression(e.shape, e.constant, tuple(terms))
+
+
+def _find_in_operand(
+    o: Operand, structure: Structure, found: list[tuple[Expression, Affine]]
+) -> Operand | None:
+    if isinstance(o, Const):
+        return o
+    if isinstance(o, Stat):
+        if o.statistic != Statistic() or not structure.is_gaussian(o.site.name):
+            return None
+        single = Expression(o.shape if o.axes else (), 0.0, (Term(1.0, (o,)),))
+        inner = _find_predictors(single, structure, found)
+        return None if inner is None else Group(inner, o.axes)
+    if isinstance(o, Group):
+        inner = _find_predictors(o.expression, structure, found)
+        return None if inner is None else Group(inner, o.axes)
+    if isinstance(o, Link):
+        arguments = [_find_predictors(a, structure, found) for a in o.arguments]
+        if any(a is None for a in arguments):
+            return None
+        return Link(o.name, o.function, tuple(a for a in arguments if a), o.shape, o.axes)
+    return None
+
+
+def _linear_predictor(e: Expression, structure: Structure) -> Affine | None:
+    """An affine expression with constant coefficients, or None."""
+    try:
+        flat = flatten(e)
+    except NotAffine:
+        return None
+    for t in flat.terms:
+        stats = [o for o in t.operands if isinstance(o, Stat)]
+        if len(stats) != 1 or len(stats) + sum(isinstance(o, Const) for o in t.operands) != len(
+            t.operands
+        ):
+            return None
+    try:
+        return compile_affine(flat, structure)
+    except NotAffine:
+        return None
+
+
+def _canonical(
+    e: Expression, affine: Affine, found: list[tuple[Expression, Affine]]
+) -> Expression:
+    for known, _ in found:
+        if same_expression(known, e):
+            return known
+    found.append((e, affine))
+    return e
+
+
+def same_expression(a: Expression, b: Expression) -> bool:
+    """Structural equality: the same operands term by term (tensors compared by value)."""
+    if a is b:
+        return True
+    if a.shape != b.shape or len(a.terms) != len(b.terms) or not _same_value(a.constant, b.constant):
+        return False
+    return all(_same_term(s, t) for s, t in zip(a.terms, b.terms, strict=True))
+
+
+def _same_term(s: Term, t: Term) -> bool:
+    if s.coefficient != t.coefficient or len(s.operands) != len(t.operands):
+        return False
+    names: dict[int, int] = {}
+    for p, q in zip(s.operands, t.operands, strict=True):
+        if type(p) is not type(q) or len(p.axes) != len(q.axes):
+            return False
+        if any(names.setdefault(i, j) != j for i, j in zip(p.axes, q.axes, strict=True)):
+            return False
+        if not _same_operand(p, q):
+            return False
+    return all(i == j for i, j in names.items() if i < 0 or j < 0)
+
+
+def _same_operand(p: Operand, q: Operand) -> bool:
+    if isinstance(p, Const) and isinstance(q, Const):
+        return _same_value(p.tensor, q.tensor)
+    if isinstance(p, Stat) and isinstance(q, Stat):
+        return (
+            p.site is q.site and p.statistic == q.statistic and _same_value(p.index, q.index)
+        )
+    return False
+
+
+def _same_value(x: Tensor | float, y: Tensor | float) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
+    return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
+
+
+Loss = Callable[[Moments], Tensor]
+__all__ += ["evaluate"]

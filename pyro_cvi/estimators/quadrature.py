@@ -1,0 +1,206 @@
+"""Q(m, v) = sum_i w_i f(m + sqrt(v) x_i), a rule that checks itself and is differentiated as it is.
+
+The gradient is that of the rule, dQ/dm = sum w f', dQ/dv = sum w f' x / (2 sqrt v), because it is the
+gradient of the bound a line search sees (a quadrature of f'' is not). Two Gauss-Hermite orders are
+compared cell by cell; where they differ the trapezoid rule on 8.5 standard deviations is doubled
+until it settles: it converges exponentially for smooth f however wide the Gaussian is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["CellFunction", "gaussian_expectation", "tolerance"]
+
+CellFunction = Callable[[list[Tensor], Tensor | None], Tensor]
+"""f(z, cells): z holds one tensor (nodes, n) per predictor, `cells` selects the n cells (None: all)."""
+
+_ORDER, _CHECK = 20, 12
+_RADIUS = 8.5
+_TRAPEZOID = (65, 129, 257, 513, 1025, 2049, 4097, 8193, 16385, 32769)
+_TRAPEZOID_2D = (65, 129, 257)
+_BUDGET = 1 << 19
+"""Function values held at a time."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Difference of two orders, relative to 1 + |Q|, below which the higher one is taken."""
+    return 1e-7 if dtype == torch.float64 else 2e-5
+
+
+@lru_cache(maxsize=64)
+def _hermite(order: int, predictors: int) -> tuple[np.ndarray, np.ndarray]:
+    x, w = np.polynomial.hermite_e.hermegauss(order)
+    return _grid(x, w / w.sum(), predictors)
+
+
+@lru_cache(maxsize=64)
+def _trapezoid(order: int, predictors: int) -> tuple[np.ndarray, np.ndarray]:
+    x = np.linspace(-_RADIUS, _RADIUS, order)
+    w = np.exp(-0.5 * x * x)
+    return _grid(x, w / w.sum(), predictors)
+
+
+def _grid(x: np.ndarray, w: np.ndarray, predictors: int) -> tuple[np.ndarray, np.ndarray]:
+    if predictors == 1:
+        return x[None], w
+    a, b = np.meshgrid(x, x, indexing="ij")
+    return np.stack([a.ravel(), b.ravel()]), np.outer(w, w).ravel()
+
+
+@lru_cache(maxsize=256)
+def _nodes(
+    kind: str, order: int, predictors: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    x, w = (_hermite if kind == "hermite" else _trapezoid)(order, predictors)
+    return (
+        torch.as_tensor(x, dtype=dtype, device=device),
+        torch.as_tensor(w, dtype=dtype, device=device),
+    )
+
+
+def gaussian_expectation(
+    function: CellFunction, mean: Tensor, cov: Tensor, *, differentiate_constants: bool = False
+) -> Tensor:
+    """E f(z) per cell for z ~ N(mean, cov), f elementwise over cells.
+
+    Shapes: `mean` (p, n), `cov` (p, p, n) with p = 1 or 2; returns (n,). With
+    `differentiate_constants` the result also carries gradients to tensors inside `function`.
+    """
+    if differentiate_constants:
+        _, _, _, levels = _integrate(function, mean.detach(), cov.detach(), gradient=False)
+        return _differentiable(function, mean, cov, levels)
+    result: Tensor = _Rule.apply(mean, cov, function)
+    return result
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, cov: Tensor, function: CellFunction) -> Tensor:
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        value, gm, gc, _ = _integrate(function, mean.detach(), cov.detach(), gradient=wanted)
+        if wanted:
+            ctx.save_for_backward(gm, gc)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        gm, gc = ctx.saved_tensors
+        return gm * gradient, gc * gradient, None
+
+
+Level = tuple[str, int, Tensor]
+
+
+def _integrate(
+    function: CellFunction, mean: Tensor, cov: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, list[Level]]:
+    """Value and gradients per cell, and which rule served which cells."""
+    p, n = mean.shape
+    tol = tolerance(mean.dtype)
+    value, gm, gc = mean.new_zeros(n), torch.zeros_like(mean), torch.zeros_like(cov)
+    rough = mean.new_zeros(n)
+    everything = torch.arange(n, device=mean.device)
+    _fill(function, mean, cov, "hermite", _ORDER, everything, value, gm, gc, gradient, rough)
+    todo = everything[_differs(value, rough, tol)]
+    done = torch.ones(n, dtype=torch.bool, device=mean.device)
+    done[todo] = False
+    levels: list[Level] = [("hermite", _ORDER, everything[done])]
+    orders = _TRAPEZOID if p == 1 else _TRAPEZOID_2D
+    for i, order in enumerate(orders):
+        if todo.numel() == 0:
+            break
+        _fill(function, mean, cov, "trapezoid", order, todo, value, gm, gc, gradient, rough)
+        last = i == len(orders) - 1
+        good = torch.ones_like(todo, dtype=torch.bool) if last else ~_differs(
+            value[todo], rough[todo], tol
+        )
+        levels.append(("trapezoid", order, todo[good]))
+        todo = todo[~good]
+    return value, gm, gc, levels
+
+
+def _differs(value: Tensor, rough: Tensor, tol: float) -> Tensor:
+    return ~((value - rough).abs() <= tol * (1 + value.abs())) & ~(
+        value.isinf() & (value == rough)
+    )
+
+
+def _fill(
+    function: CellFunction,
+    mean: Tensor,
+    cov: Tensor,
+    kind: str,
+    order: int,
+    cells: Tensor,
+    value: Tensor,
+    gm: Tensor,
+    gc: Tensor,
+    gradient: bool,
+    rough: Tensor,
+) -> None:
+    """One rule on some cells, in chunks; `rough` receives a cheaper rule of the same kind."""
+    p, n = mean.shape
+    x, w = _nodes(kind, order, p, mean.dtype, mean.device)
+    whole = cells.numel() == n
+    for part in cells.split(max(1, _BUDGET // w.numel())):
+        index = None if whole and part.numel() == n else part
+        m = (mean if index is None else mean[:, part]).detach().requires_grad_(gradient)
+        c = (cov if index is None else cov[:, :, part]).detach().requires_grad_(gradient)
+        with torch.set_grad_enabled(gradient):
+            z = _points(m, c, x)
+            q = w @ function(z, index)
+        if gradient:
+            pm, pc = torch.autograd.grad(q.sum(), (m, c), allow_unused=True)
+            gm[:, part] = _or_zero(pm, m)
+            gc[:, :, part] = _or_zero(pc, c)
+        value[part] = q.detach()
+        with torch.no_grad():
+            rough[part] = _rough(function, m.detach(), c.detach(), kind, order, index)
+
+
+def _rough(
+    function: CellFunction, m: Tensor, c: Tensor, kind: str, order: int, index: Tensor | None
+) -> Tensor:
+    lower = _CHECK if kind == "hermite" else order // 2 + 1
+    x, w = _nodes(kind, lower, m.shape[0], m.dtype, m.device)
+    return w @ function(_points(m, c, x), index)
+
+
+def _or_zero(g: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if g is None else g
+
+
+def _points(m: Tensor, c: Tensor, x: Tensor) -> list[Tensor]:
+    """m + L x at every node, with L the Cholesky factor of each cell's covariance."""
+    tiny = torch.finfo(m.dtype).tiny
+    s = c[0, 0].clamp(min=tiny).sqrt()
+    first = m[0] + x[0][:, None] * s
+    if m.shape[0] == 1:
+        return [first]
+    slope = c[0, 1] / s
+    rest = (c[1, 1] - slope * slope).clamp(min=tiny).sqrt()
+    return [first, m[1] + x[0][:, None] * slope + x[1][:, None] * rest]
+
+
+def _differentiable(
+    function: CellFunction, mean: Tensor, cov: Tensor, levels: list[Level]
+) -> Tensor:
+    value = mean.new_zeros(mean.shape[1])
+    for kind, order, cells in levels:
+        for part in _parts(cells, order ** mean.shape[0]):
+            x, w = _nodes(kind, order, mean.shape[0], mean.dtype, mean.device)
+            q = w @ function(_points(mean[:, part], cov[:, :, part], x), part)
+            value = value.index_put((part,), q)
+    return value
+
+
+def _parts(cells: Tensor, nodes: int) -> Iterator[Tensor]:
+    if cells.numel():
+        yield from cells.split(max(1, _BUDGET // nodes))

@@ -1,0 +1,239 @@
+"""Which sites share a posterior block, and how a Gaussian block is laid out.
+
+Gaussian sites that meet additively in a factor belong in one block, for their joint posterior is
+Gaussian given the rest; sites that multiply each other (z @ W) must stay apart. Within a block the
+scalars split into connected components: scalars that no factor cell joins are independent in the
+optimum, so a plate of local effects costs one small Gaussian per element and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import Expression, Group, Link, Opaque, Operand, Stat, Term
+from pyro_cvi.families import GAUSSIAN
+from pyro_cvi.gaussians import Layout, partition
+from pyro_cvi.graph.symbolic import Factor, Latent
+
+__all__ = ["GaussianBlock", "gaussian_blocks"]
+
+Coupling = list[Stat]
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianBlock:
+    """Sites, layout, and the reason for the structure."""
+
+    sites: tuple[str, ...]
+    layout: Layout
+    reason: str
+
+
+def gaussian_blocks(
+    latents: Mapping[str, Latent], factors: Sequence[Factor], max_dense_dim: int
+) -> list[GaussianBlock]:
+    """Group the Gaussian sites into blocks."""
+    gaussian = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
+    sums = [c for f in factors for c in _additive_sums(f.expression)]
+    couplings = [[s for s in c if s.site.name in gaussian] for c in sums]
+    opaque = [set(o) & set(gaussian) for f in factors for o in _opaque_sites(f.expression)]
+    apart = _apart(factors)
+    groups = _join(gaussian, couplings, opaque, apart)
+    blocks: list[GaussianBlock] = []
+    for group in groups:
+        blocks += _layouts(group, gaussian, couplings, opaque, max_dense_dim)
+    return blocks
+
+
+def _walk(e: Expression) -> Iterator[tuple[Expression, Term, Operand]]:
+    for t in e.terms:
+        for o in t.operands:
+            yield e, t, o
+            if isinstance(o, Group):
+                yield from _walk(o.expression)
+            elif isinstance(o, Link):
+                for a in o.arguments:
+                    yield from _walk(a)
+
+
+def _additive_sums(e: Expression, top: bool = True) -> Iterator[Coupling]:
+    """Statistics that meet in one cell of a group, of a link, or of a product inside a term.
+
+    The sum at the top of a log density does not couple its terms; what is inside a square does.
+    """
+    for t in e.terms:
+        direct = [o for o in t.operands if isinstance(o, Stat)]
+        nested: Coupling = list(direct)
+        for o in t.operands:
+            inner = _inner_stats(o)
+            nested += inner
+            if isinstance(o, Group):
+                yield from _additive_sums(o.expression, False)
+            elif isinstance(o, Link):
+                for a in o.arguments:
+                    yield from _additive_sums(a, False)
+        if any(isinstance(o, Group | Link) for o in t.operands) or len(direct) > 1:
+            yield nested
+
+
+def _inner_stats(o: Operand) -> Coupling:
+    """The statistics inside a group or link, relabelled into the surrounding term's axes."""
+    if isinstance(o, Group):
+        parts, shape = [o.expression], o.axes
+    elif isinstance(o, Link):
+        parts, shape = list(o.arguments), o.axes
+    else:
+        return []
+    found: Coupling = []
+    for part in parts:
+        offset = len(shape) - part.ndim
+        mapping = {i - part.ndim: shape[offset + i] for i in range(part.ndim)}
+        for t in part.terms:
+            renamed = t.relabelled(mapping)
+            for p in renamed.operands:
+                if isinstance(p, Stat):
+                    found.append(p)
+                else:
+                    found += _inner_stats(p)
+    return found
+
+
+def _opaque_sites(e: Expression) -> list[frozenset[str]]:
+    return [o.sites for _, _, o in _walk(e) if isinstance(o, Opaque)]
+
+
+def _apart(factors: Sequence[Factor]) -> set[frozenset[str]]:
+    """Pairs of sites that multiply each other inside a sum."""
+    pairs: set[frozenset[str]] = set()
+    for f in factors:
+        for _, t, _ in _walk(f.expression):
+            names = _factor_sites(t)
+            for a, b in itertools.combinations(names, 2):
+                for x, y in itertools.product(a, b):
+                    if x != y:
+                        pairs.add(frozenset((x, y)))
+    return pairs
+
+
+def _factor_sites(t: Term) -> list[frozenset[str]]:
+    """Site sets of a term's operands, counting a square (the same group twice) once."""
+    operands = []
+    for o in t.operands:
+        if isinstance(o, Stat | Group) and not any(o is p for p in operands):
+            operands.append(o)
+    if len(operands) == 2 and all(isinstance(o, Group) for o in operands):
+        # (a + b) * (c + d): a bilinear form; sites within one factor may share a block.
+        return [o.sites for o in operands]
+    return [o.sites for o in operands]
+
+
+def _join(
+    gaussian: Mapping[str, Latent],
+    couplings: Iterable[Coupling],
+    opaque: Iterable[set[str]],
+    apart: set[frozenset[str]],
+) -> list[list[str]]:
+    group = {n: [n] for n in gaussian}
+    wanted = [list(dict.fromkeys(s.site.name for s in c)) for c in couplings]
+    wanted += [sorted(o) for o in opaque]
+    pairs = [p for names in wanted for p in zip(names, names[1:], strict=False)]
+    pairs += [p for names in wanted if len(names) <= 12 for p in itertools.combinations(names, 2)]
+    size = {n: math.prod(latent.shape) for n, latent in gaussian.items()}
+    for a, b in sorted(dict.fromkeys(pairs), key=lambda p: size[p[0]] + size[p[1]]):
+        if group[a] is group[b]:
+            continue
+        if any(frozenset((x, y)) in apart for x in group[a] for y in group[b]):
+            continue
+        merged = group[a] + group[b]
+        for n in merged:
+            group[n] = merged
+    seen: list[list[str]] = []
+    for n in gaussian:
+        if not any(g is group[n] for g in seen):
+            seen.append(group[n])
+    return [sorted(g, key=list(gaussian).index) for g in seen]
+
+
+def _layouts(
+    sites: list[str],
+    gaussian: Mapping[str, Latent],
+    couplings: Sequence[Coupling],
+    opaque: Sequence[set[str]],
+    max_dense_dim: int,
+) -> list[GaussianBlock]:
+    shapes = {n: gaussian[n].shape for n in sites}
+    device = gaussian[sites[0]].value.device
+    layout, reason = _layout(shapes, couplings, opaque, max_dense_dim, device)
+    if layout is not None:
+        return [GaussianBlock(tuple(sites), layout, reason)]
+    if len(sites) > 1:
+        # Too large together: each site on its own, which loses only correlations between sites.
+        result = []
+        for n in sites:
+            for block in _layouts([n], gaussian, couplings, opaque, max_dense_dim):
+                why = f"{block.reason}; joined with {_others(sites, n)} it would exceed max_dense_dim"
+                result.append(GaussianBlock(block.sites, block.layout, why))
+        return result
+    count = math.prod(shapes[sites[0]])
+    diagonal = Layout.from_components(shapes, torch.arange(count, device=device))
+    assert diagonal is not None
+    reason = f"diagonal: {count} coupled scalars are more than max_dense_dim={max_dense_dim}"
+    return [GaussianBlock(tuple(sites), diagonal, reason)]
+
+
+def _others(sites: list[str], name: str) -> str:
+    rest = [f"'{n}'" for n in sites if n != name]
+    return ", ".join(rest[:3]) + (" ..." if len(rest) > 3 else "")
+
+
+def _layout(
+    shapes: dict[str, tuple[int, ...]],
+    couplings: Sequence[Coupling],
+    opaque: Sequence[set[str]],
+    max_dense_dim: int,
+    device: torch.device,
+) -> tuple[Layout | None, str]:
+    total = sum(math.prod(s) for s in shapes.values())
+    if total == 0:
+        return Layout.dense(shapes, device), "empty"
+    component = _components(shapes, couplings, opaque, device)
+    if int(component.max()) > 0:
+        layout = Layout.from_components(shapes, component)
+        if layout is not None and layout.width <= max_dense_dim:
+            what = f"{layout.count} independent parts of {layout.width}"
+            return layout, f"{what}: no factor joins them"
+    if total <= max_dense_dim:
+        return Layout.dense(shapes, device), "joined by a factor" if len(shapes) > 1 else "one site"
+    return None, ""
+
+
+def _components(
+    shapes: dict[str, tuple[int, ...]],
+    couplings: Sequence[Coupling],
+    opaque: Sequence[set[str]],
+    device: torch.device,
+) -> Tensor:
+    offset, start = {}, 0
+    for n, s in shapes.items():
+        offset[n] = start
+        start += math.prod(s)
+    joint = []
+    for c in couplings:
+        reads = [(s.index + offset[s.site.name], s.axes) for s in c if s.site.name in shapes]
+        if reads:
+            cells = tuple(sorted({a for _, axes in reads for a in axes if a < 0}))
+            joint.append((cells, reads))
+    for names in opaque:
+        inside = [n for n in names if n in shapes]
+        reads = [
+            (torch.arange(math.prod(shapes[n]), device=device) + offset[n], (1,)) for n in inside
+        ]
+        if reads:
+            joint.append(((), reads))
+    return partition(start, joint, device)

@@ -1,0 +1,129 @@
+"""The self-check: every factor's expression against its real log_prob at a fresh random point.
+
+In-place writes, `.item()`, numpy and branches on values can lose a dependence silently. A plain run of
+the model at values it has not seen tells: a factor that disagrees is opaque in all sites upstream.
+The same run gives the fingerprint by which a later step knows that model and data are unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
+from pyro_cvi.algebra.expression import opaque
+from pyro_cvi.graph.symbolic import Factor, Symbolic, is_factor_site
+
+__all__ = ["checked", "factor_values", "fingerprint"]
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+
+
+def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
+    """log p of every factor in a plain run, before scale and mask."""
+    values = {}
+    for name, site in trace.nodes.items():
+        if is_factor_site(site):
+            with torch.no_grad():
+                fn = site["fn"]
+                values[name] = (
+                    fn.log_factor if hasattr(fn, "log_factor") else fn.log_prob(site["value"])
+                )
+    return values
+
+
+def fingerprint(trace: poutine.Trace, values: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What must be the same for a plan to hold: sites, shapes, scales, masks, and the log densities."""
+    entries = []
+    for name, site in trace.nodes.items():
+        if is_factor_site(site):
+            total = values[name].detach()
+            entries.append(
+                (
+                    name,
+                    site["is_observed"],
+                    tuple(total.shape),
+                    float(total.sum(dtype=torch.float64)),
+                    _summary(site["scale"]),
+                    _summary(site["mask"]),
+                )
+            )
+    return tuple(entries)
+
+
+def _summary(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    weights = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
+    return (tuple(x.shape), float((x.detach().reshape(-1).to(torch.float64) * weights).sum()))
+
+
+def checked(symbolic: Symbolic, trace: poutine.Trace, values: Mapping[str, Tensor]) -> Symbolic:
+    """The run with every factor that fails the check made opaque in its upstream sites."""
+    point = {n: trace.nodes[n]["value"] for n in symbolic.latents}
+    factors = [_check(f, symbolic, trace.nodes[f.name], point, values[f.name]) for f in symbolic.factors]
+    return replace(symbolic, factors=factors)
+
+
+def _check(
+    f: Factor, symbolic: Symbolic, site: Any, point: Mapping[str, Tensor], real: Tensor
+) -> Factor:
+    try:
+        with torch.no_grad():
+            mine = evaluate(f.expression, point_reader(dict(point))).expand(f.expression.shape)
+            mine = _branch(mine, f, symbolic, point, real)
+    except OpaqueError:
+        return f  # what is opaque is sampled: there is no claim to check
+    if _agree(mine, real, site["mask"] if f.observed else None):
+        return f
+    upstream = symbolic.order[: symbolic.order.index(f.name) + 1]
+    sites = [n for n in upstream if n in symbolic.latents]
+    reason = "the self-check found a dependence that torch operations did not show"
+    written = [n for n in sites if n in symbolic.recorder.written]
+    if written:
+        reason += f" (a write into a tensor by {symbolic.recorder.written[written[0]]})"
+    e = opaque(sites, reason, f.expression.shape)
+    return replace(f, expression=e, enumerated=(), forced=dict.fromkeys(sites, reason))
+
+
+def _branch(
+    value: Tensor, f: Factor, symbolic: Symbolic, point: Mapping[str, Tensor], real: Tensor
+) -> Tensor:
+    """Pick the enumerated branch that the point took."""
+    for n in f.enumerated:
+        latent = symbolic.latents[n]
+        assert latent.enum_dim is not None and latent.support is not None
+        event = latent.support.ndim - 1
+        flat_support = latent.support.reshape(latent.support.shape[0], -1).to(point[n].dtype)
+        here = point[n].reshape(*point[n].shape[: point[n].ndim - event], -1)
+        index = (here.unsqueeze(-2) == flat_support).all(-1).long().argmax(-1)
+        dim = latent.enum_dim
+        rest = value.shape[value.ndim + dim + 1 :]
+        index = index.reshape((1,) * (len(rest) - index.ndim) + index.shape).expand(rest)
+        index = index.expand(*value.shape[: value.ndim + dim], 1, *rest)
+        value = value.gather(value.ndim + dim, index)
+    while value.ndim > real.ndim and value.shape[0] == 1:
+        value = value[0]
+    return value
+
+
+def _agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
+    if mask is False:
+        return True
+    try:
+        mine, real = torch.broadcast_tensors(mine, real)
+    except RuntimeError:
+        return False
+    keep = real.isfinite()
+    if isinstance(mask, Tensor):
+        keep = keep & mask.expand(keep.shape)
+    tol = _TOLERANCE.get(real.dtype, 1e-2)
+    # A density is a difference of large numbers when the point is far out: compare on their scale.
+    bound = tol * (1 + real.abs())
+    bad = keep & ~((mine - real).abs() <= bound)
+    return not bool(bad.any())

@@ -1,0 +1,119 @@
+"""The ELBO of a plan at given beliefs, with every block's message from one autograd graph.
+
+    ELBO = sum_factors E_q[log p] + sum_blocks H[q],    message of a block = d E_q[log p] / d mean.
+
+Each factor is evaluated once per state of its blocks; the graph of that evaluation then gives the
+messages to all of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.estimators import Moments
+from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
+from pyro_cvi.updates import Belief
+
+__all__ = ["Evaluator", "moments_of"]
+
+Leaves = dict[str, tuple[Tensor, ...]]
+
+
+def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, dict[str, Tensor]]:
+    """Moments of all sites, and the probabilities of the enumerated ones, from the blocks' leaves."""
+    gaussian, other, probabilities = {}, {}, {}
+    for block in plan.blocks:
+        values = leaves[block.name]
+        if block.layout is not None:
+            gaussian[block.name] = (values[0], values[1])
+        elif plan.latents[block.sites[0]].enum_dim is not None:
+            probabilities[block.sites[0]] = values[0]
+        else:
+            other[block.sites[0]] = values
+    return Moments(gaussian, other), probabilities
+
+
+class Evaluator:
+    """Factor values at the current beliefs, cached per state of their blocks."""
+
+    def __init__(self, plan: Plan, beliefs: Mapping[str, Belief]) -> None:
+        self.plan = plan
+        self.beliefs = dict(beliefs)
+        self.leaves: Leaves = {n: b.leaves() for n, b in self.beliefs.items()}
+        self._version = dict.fromkeys(self.beliefs, 0)
+        self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self._count = 0
+        self._factors = {
+            b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
+        }
+
+    def set(self, block: str, belief: Belief) -> None:
+        """Change one block; the factors that touch it become stale."""
+        self._count += 1
+        self.beliefs[block] = belief
+        self.leaves[block] = belief.leaves()
+        self._version[block] = self._count
+
+    def factor(self, f: CompiledFactor) -> Tensor:
+        """E_q[log p] of a factor, with the graph to the leaves of all blocks it touches."""
+        key = tuple(self._version[b] for b in sorted(f.blocks))
+        cached = self._cache.get(f.name)
+        if cached is None or cached[0] != key:
+            with torch.enable_grad():
+                moments, probabilities = moments_of(self.plan, self.leaves)
+                cached = (key, f(moments, probabilities))
+            self._cache[f.name] = cached
+        return cached[1]
+
+    def forget(self, factors: Sequence[CompiledFactor]) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+        """The cached entries of some factors, so that a trial can be undone at no cost."""
+        return {f.name: self._cache[f.name] for f in factors if f.name in self._cache}
+
+    def restore(
+        self, block: str, belief: Belief, leaves: tuple[Tensor, ...], version: int,
+        cache: dict[str, tuple[tuple[int, ...], Tensor]],
+    ) -> None:  # fmt: skip
+        """Undo `set`."""
+        self.beliefs[block], self.leaves[block] = belief, leaves
+        self._version[block] = version
+        self._cache.update(cache)
+
+    def local(self, block: Block) -> Tensor:
+        """The part of the ELBO that changes with one block."""
+        total = self.beliefs[block.name].entropy()
+        for f in self._factors[block.name]:
+            total = total + self.factor(f).detach()
+        return total
+
+    def message(self, block: Block) -> list[Tensor | None]:
+        """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors."""
+        total: Tensor | None = None
+        for f in self._factors[block.name]:
+            value = self.factor(f)
+            if value.requires_grad:
+                total = value if total is None else total + value
+        leaves = self.leaves[block.name]
+        if total is None:
+            return [None] * len(leaves)
+        return list(torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True))
+
+    def version(self, block: str) -> int:
+        return self._version[block]
+
+    def expectations(self) -> Tensor:
+        """sum over the factors that are not sampled of E_q[log p], with its graph."""
+        values = [self.factor(f) for f in self.plan.factors if not f.sampled]
+        return torch.stack([v.reshape(()) for v in values]).sum() if values else torch.zeros(())
+
+    def entropy(self) -> Tensor:
+        total = torch.zeros(())
+        for b in self.beliefs.values():
+            total = b.entropy() + total
+        return total
+
+    def elbo(self) -> float:
+        """The ELBO without the sampled factors' part."""
+        return float(self.expectations().detach() + self.entropy())

@@ -1,0 +1,66 @@
+"""Where a fit starts: near the prior's mean, with little spread, so that the first step is Newton's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+
+__all__ = ["initial_beliefs"]
+
+_SPREAD = 0.1
+"""Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`)."""
+
+
+def initial_beliefs(
+    plan: Plan, located: dict[str, Tensor] | None = None
+) -> dict[str, Belief]:
+    """One belief per block; `located` gives the starting point of some sites."""
+    return {b.name: _initial(plan, b, located or {}) for b in plan.blocks}
+
+
+def _initial(plan: Plan, block: Block, located: dict[str, Tensor]) -> Belief:
+    if block.layout is not None:
+        return _gaussian(plan, block, located)
+    latent = plan.latents[block.sites[0]]
+    if latent.enum_dim is not None:
+        assert latent.support is not None
+        dtype = torch.get_default_dtype()
+        shape = (*latent.batch_shape, latent.support.shape[0])
+        logits = torch.randn(shape, dtype=dtype, device=latent.support.device)
+        return FamilyBelief(latent.family, (logits,))
+    natural = latent.family.from_distribution(latent.prior)
+    shape = latent.shape[: len(latent.shape) - latent.family.event_dim]
+    natural = latent.family.expand(natural, torch.Size(shape))
+    return FamilyBelief(latent.family, tuple(n.detach().clone() for n in natural))
+
+
+def _gaussian(plan: Plan, block: Block, located: dict[str, Tensor]) -> GaussianBelief:
+    layout = block.layout
+    assert layout is not None
+    like = plan.latents[block.sites[0]].value
+    loc = like.new_zeros(layout.count, layout.width)
+    variance = torch.ones_like(loc)
+    for site in block.sites:
+        latent = plan.latents[site]
+        where = (layout.element[site], layout.position[site])
+        start = located.get(site, _moment(latent.prior, "mean", latent.value))
+        spread = _moment(latent.prior, "variance", torch.ones_like(latent.value))
+        loc[where] = start.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
+        flat = spread.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
+        variance[where] = flat.clamp(max=_SPREAD**2)
+    return GaussianBelief(loc, torch.diag_embed(1 / variance))
+
+
+def _moment(prior: Any, name: str, default: Tensor) -> Tensor:
+    try:
+        value = getattr(prior, name)
+    except (NotImplementedError, AttributeError):
+        return default
+    if isinstance(value, Tensor) and bool(value.isfinite().all()):
+        return value
+    return default

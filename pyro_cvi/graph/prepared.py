@@ -1,0 +1,174 @@
+"""A model with its arguments, analysed: the plan, and what tells whether it still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.check import checked, factor_values, fingerprint
+from pyro_cvi.graph.plan import Plan, make_plan
+from pyro_cvi.graph.symbolic import (
+    Latent,
+    describe_latents,
+    is_factor_site,
+    plain_trace,
+    run_symbolic,
+    subsample_values,
+)
+
+__all__ = ["Prepared", "prepare"]
+
+Model = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The plan for one model and one set of arguments."""
+
+    plan: Plan
+    nesting: int
+    subsample: Mapping[str, Tensor]
+    point: Mapping[str, Tensor]
+    fingerprint: tuple[Any, ...]
+    trace: poutine.Trace
+
+    def still_holds(
+        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """One plain run at the check's point: same sites, same densities, hence the same plan."""
+        if self.plan.learns or self.plan.stochastic:
+            return False
+        with torch.no_grad():
+            trace = plain_trace(model, args, kwargs, self.point)
+            sampled = {n for n, s in trace.nodes.items() if is_factor_site(s)}
+            if sampled != {entry[0] for entry in self.fingerprint}:
+                return False
+            return _same(fingerprint(trace, factor_values(trace)), self.fingerprint)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return repr(a) == repr(b)  # NaN equals NaN here
+
+
+def prepare(
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_dense_dim: int,
+    previous: Prepared | None = None,
+    prototype: poutine.Trace | None = None,
+) -> Prepared:
+    """Trace, analyse, compile and check the model; reuse the blocks of a previous plan."""
+    trace = plain_trace(model, args, kwargs, {}) if prototype is None else prototype
+    _check_data(trace)
+    latents, nesting = describe_latents(trace)
+    if not latents:
+        raise CVIError(
+            message(
+                "model",
+                "no latent sample site",
+                "at least one pyro.sample without obs",
+                "remove obs= or poutine.condition from the sites to infer",
+            )
+        )
+    if previous is not None:
+        _check_same_sites(previous.plan.latents, latents)
+    subsample = subsample_values(trace)
+    _check_plates(latents)
+    symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample)
+    fresh = plain_trace(model, args, kwargs, subsample)
+    values = factor_values(fresh)
+    point = {n: fresh.nodes[n]["value"] for n in latents}
+    symbolic = checked(symbolic, fresh, values)
+    before = None if previous is None else previous.plan
+    plan = make_plan(symbolic, max_dense_dim, before, stochastic=_is_subsampled(trace))
+    key = fingerprint(fresh, values)
+    return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace)
+
+
+def _is_subsampled(trace: poutine.Trace) -> bool:
+    """Whether any factor stands in a plate that holds part of its elements."""
+    return any(
+        f.full_size is not None and f.full_size != f.size
+        for s in trace.nodes.values()
+        if is_factor_site(s)
+        for f in s["cond_indep_stack"]
+    )
+
+
+def _check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
+    if set(old) != set(new):
+        gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+        raise CVIError(
+            message(
+                "model",
+                f"its latent sites changed between calls (gone: {gone}, new: {came})",
+                "the same latent sites at every step",
+                "build a new AutoCVI for the other model, or condition on the same sites each time",
+            )
+        )
+    for name, latent in new.items():
+        if latent.shape != old[name].shape or latent.family is not old[name].family:
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"shape {latent.shape} ({latent.family.name})",
+                    f"shape {old[name].shape} ({old[name].family.name}), as at the first call",
+                    "build a new AutoCVI for data of another size (its local latents are fitted to "
+                    "the rows seen first)",
+                )
+            )
+
+
+def _check_data(trace: poutine.Trace) -> None:
+    for name, site in trace.nodes.items():
+        if not is_factor_site(site):
+            continue
+        mask = site["mask"]
+        if site["is_observed"] and isinstance(site["value"], Tensor) and mask is not False:
+            _check_finite(name, site["value"], mask, site["fn"])
+
+
+def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
+    if not value.dtype.is_floating_point or hasattr(fn, "log_factor"):
+        return
+    bad = ~value.isfinite()
+    if isinstance(mask, Tensor):
+        event = (1,) * fn.event_dim
+        bad = bad & mask.reshape(*mask.shape, *event)
+    inner = fn
+    while hasattr(inner, "base_dist") and not hasattr(inner, "_mask"):
+        inner = inner.base_dist
+    if isinstance(getattr(inner, "_mask", None), Tensor):
+        event = (1,) * (bad.ndim - inner._mask.ndim)
+        bad = bad & inner._mask.reshape(*inner._mask.shape, *event)
+    if bool(bad.any()):
+        count = int(bad.sum())
+        raise CVIError(
+            message(
+                f"observed site '{name}'",
+                f"{count} of {value.numel()} values are NaN or infinite",
+                "finite data wherever the mask is on",
+                "drop these rows, or mask them with poutine.mask or obs_mask",
+            )
+        )
+
+
+def _check_plates(latents: Mapping[str, Latent]) -> None:
+    for name, latent in latents.items():
+        for plate, _, size, full in latent.plates:
+            if size != full:
+                raise CVIError(
+                    message(
+                        f"latent site '{name}'",
+                        f"it lives in plate '{plate}', which holds {size} of {full} elements at a time",
+                        "subsampled plates around observed sites only, in this version",
+                        "run on all elements at once, or marginalise the local site",
+                    )
+                )

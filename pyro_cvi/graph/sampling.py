@@ -1,0 +1,237 @@
+"""Messages of factors that must be sampled: draw those sites, average everything else exactly.
+
+The sites a factor cannot average are drawn from q and given to the model as plain tensors; what is left
+of the factor is an expression of the other sites, averaged exactly given the draw. Gaussian blocks use
+Stein's lemma, E[grad f] and 1/2 E[precision (z - loc) grad f^T]; other families differentiate their
+implicit reparameterisation and solve with the Fisher matrix. Both estimate only the residual against
+the block's last message (methods: site control variate), so the noise falls as q converges.
+
+A site whose value left torch (`.item()`, a branch) has no pathwise gradient; the score function with a
+leave-one-out baseline serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.graph.evaluator import Evaluator, moments_of
+from pyro_cvi.graph.plan import Block, Plan, compile_factors
+from pyro_cvi.graph.symbolic import run_symbolic
+from pyro_cvi.linalg import matvec, symmetrise
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+
+__all__ = ["Estimate", "Sampler", "draw", "scatter"]
+
+
+@dataclass
+class Estimate:
+    """The sampled factors' part of the ELBO, and their messages per block (gradients in its leaves)."""
+
+    value: float
+    messages: dict[str, list[Tensor | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """One draw of a block: what gradients are taken in, and the values of its sites."""
+
+    leaf: Tensor | tuple[Tensor, ...]
+    values: dict[str, Tensor]
+    raw: Tensor
+
+
+class Sampler:
+    """Draws and gradients for the sampled factors of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        nesting: int,
+        subsample: Mapping[str, Tensor],
+        num_samples: int,
+    ) -> None:
+        self.plan, self.model, self.args, self.kwargs = plan, model, args, kwargs
+        self.nesting, self.subsample = nesting, subsample
+        self.count = num_samples + num_samples % 2
+        self.names = frozenset(f.name for f in plan.factors if f.sampled)
+        sites = plan.sampled_sites()
+        self.blocks = [b for b in plan.blocks if sites & set(b.sites)]
+        self.by_score = {
+            s
+            for f in plan.factors
+            for s, h in f.how.items()
+            if h.kind == "sampled" and ("self-check" in h.reason or "was read" in h.reason)
+        }
+
+    def estimate(
+        self, evaluator: Evaluator, control: Mapping[str, tuple[Tensor, ...]], gradient: bool = True
+    ) -> Estimate:
+        """Average over draws; antithetic pairs for Gaussian blocks."""
+        noise = self._noise(evaluator)
+        draws: list[dict[str, Draw]] = []
+        values: list[float] = []
+        grads: list[dict[str, Any]] = []
+        for i in range(self.count):
+            with torch.enable_grad():
+                current = {
+                    b.name: self._draw(b, evaluator.beliefs[b.name], noise[b.name], i)
+                    for b in self.blocks
+                }
+                value, g = self._one(evaluator, current, gradient)
+            draws.append(current)
+            values.append(value)
+            grads.append(g)
+        result = Estimate(sum(values) / self.count)
+        if gradient:
+            for b in self.plan.blocks:
+                result.messages[b.name] = self._combine(
+                    b, evaluator.beliefs[b.name], draws, values, grads, control.get(b.name)
+                )
+        return result
+
+    def _noise(self, evaluator: Evaluator) -> dict[str, Tensor | None]:
+        noise: dict[str, Tensor | None] = {}
+        for b in self.blocks:
+            belief = evaluator.beliefs[b.name]
+            if isinstance(belief, GaussianBelief):
+                half = torch.randn(self.count // 2, *belief.loc.shape, dtype=belief.loc.dtype,
+                                   device=belief.loc.device)  # fmt: skip
+                noise[b.name] = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
+            else:
+                noise[b.name] = None
+        return noise
+
+    def _draw(self, block: Block, belief: Belief, noise: Tensor | None, i: int) -> Draw:
+        if isinstance(belief, GaussianBelief):
+            assert noise is not None and block.layout is not None
+            z = belief.loc + matvec(belief.scale_tril, noise[i])
+            leaf = z.detach().requires_grad_()
+            return Draw(leaf, scatter(block, leaf), leaf.detach())
+        assert isinstance(belief, FamilyBelief)
+        natural = tuple(n.detach().requires_grad_() for n in belief.natural)
+        d: Any = belief.family.to_distribution(natural)
+        value: Tensor = d.rsample()
+        shape = self.plan.latents[block.sites[0]].shape
+        return Draw(natural, {block.sites[0]: value.reshape(shape)}, value)
+
+    def _one(
+        self, evaluator: Evaluator, draws: Mapping[str, Draw], gradient: bool
+    ) -> tuple[float, dict[str, Any]]:
+        fixed = {s: v for d in draws.values() for s, v in d.values.items()}
+        symbolic = run_symbolic(
+            self.model, self.args, self.kwargs, self.plan.latents, self.nesting, self.subsample, fixed
+        )
+        factors = compile_factors(symbolic, self.plan.structure, self.names)
+        moments, probabilities = moments_of(self.plan, evaluator.leaves)
+        total = torch.zeros(())
+        for f in factors:
+            total = f(moments, probabilities) + total
+        if not gradient or not total.requires_grad:
+            return float(total.detach()), {}
+        inputs: list[Tensor] = []
+        owners: list[str] = []
+        for b in self.plan.blocks:
+            if b.name in draws:
+                leaf = draws[b.name].leaf
+                parts = (leaf,) if isinstance(leaf, Tensor) else leaf
+            else:
+                parts = evaluator.leaves[b.name]
+            inputs += parts
+            owners += [b.name] * len(parts)
+        found = torch.autograd.grad(total, inputs, allow_unused=True)
+        grads: dict[str, Any] = {}
+        for owner, g in zip(owners, found, strict=True):
+            grads.setdefault(owner, []).append(g)
+        return float(total.detach()), grads
+
+    def _combine(
+        self,
+        block: Block,
+        belief: Belief,
+        draws: list[dict[str, Draw]],
+        values: list[float],
+        grads: list[dict[str, Any]],
+        control: tuple[Tensor, ...] | None,
+    ) -> list[Tensor | None]:
+        if block not in self.blocks:
+            per_leaf = [g[block.name] for g in grads if block.name in g]
+            return [_average(parts, self.count) for parts in zip(*per_leaf, strict=True)]
+        if isinstance(belief, GaussianBelief):
+            z = torch.stack([d[block.name].raw for d in draws])
+            if self.by_score & set(block.sites):
+                return _score(belief, z, torch.tensor(values, dtype=z.dtype, device=z.device))
+            g = torch.stack([_leaf_grad(g, block.name, z[0]) for g in grads])
+            return _stein(belief, z, g, control)
+        assert isinstance(belief, FamilyBelief)
+        per_leaf = [g[block.name] for g in grads if block.name in g]
+        raw = [_average(parts, self.count) for parts in zip(*per_leaf, strict=True)]
+        gradient = tuple(
+            torch.zeros_like(n) if r is None else r
+            for r, n in zip(raw or [None] * len(belief.natural), belief.natural, strict=True)
+        )
+        return list(belief.family.fisher_solve(belief.natural, gradient))
+
+
+def scatter(block: Block, z: Tensor) -> dict[str, Tensor]:
+    """Values of a Gaussian block's sites from (..., B, d) draws."""
+    assert block.layout is not None
+    layout = block.layout
+    lead = z.shape[:-2]
+    return {
+        s: z[..., layout.element[s], layout.position[s]].reshape(*lead, *layout.shapes[s])
+        for s in block.sites
+    }
+
+
+def draw(block: Block, belief: Belief, shape: tuple[int, ...] = ()) -> Tensor:
+    """Draws of a Gaussian block, (*shape, B, d)."""
+    assert isinstance(belief, GaussianBelief)
+    noise = torch.randn(*shape, *belief.loc.shape, dtype=belief.loc.dtype, device=belief.loc.device)
+    return belief.loc + matvec(belief.scale_tril, noise)
+
+
+def _leaf_grad(g: dict[str, Any], name: str, like: Tensor) -> Tensor:
+    found = g.get(name, [None])[0]
+    return torch.zeros_like(like) if found is None else found
+
+
+def _average(parts: tuple[Tensor | None, ...], count: int) -> Tensor | None:
+    present = [p for p in parts if p is not None]
+    return torch.stack(present).sum(0) / count if present else None
+
+
+def _stein(
+    belief: GaussianBelief, z: Tensor, g: Tensor, control: tuple[Tensor, ...] | None
+) -> list[Tensor | None]:
+    """m_t + E[r'], with r = log p - <m_t, T>: shapes z, g (S, B, d)."""
+    if control is None:
+        first = torch.zeros_like(belief.loc)
+        second = torch.zeros_like(belief.precision)
+    else:
+        first, second = control
+    residual = g - first - 2 * matvec(second, z)
+    centred = matvec(belief.precision, z - belief.loc)
+    curvature = 0.5 * (centred.unsqueeze(-1) * residual.unsqueeze(-2)).mean(0)
+    g_cov = second + symmetrise(curvature)
+    g_loc = first + 2 * matvec(second, belief.loc) + residual.mean(0)
+    return [g_loc, g_cov]
+
+
+def _score(belief: GaussianBelief, z: Tensor, values: Tensor) -> list[Tensor | None]:
+    """Cov(f, grad log q): the score function with a leave-one-out baseline."""
+    n = values.numel()
+    advantage = (values - values.mean()) * n / (n - 1)
+    centred = matvec(belief.precision, z - belief.loc)
+    weight = advantage.reshape(-1, 1, 1) / n
+    g_loc = (weight * centred).sum(0)
+    outer = centred.unsqueeze(-1) * centred.unsqueeze(-2) - belief.precision
+    g_cov = 0.5 * (weight.unsqueeze(-1) * outer).sum(0)
+    return [g_loc, g_cov]

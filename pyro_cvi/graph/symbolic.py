@@ -1,0 +1,330 @@
+"""Run an ordinary Pyro model on LatentTensors and read its factors: the only reader of traces.
+
+Continuous latents become LatentTensors. Finite discrete latents are enumerated as Pyro does it, along
+a dim to the left of all plates, so that `mu[z]` is an ordinary index; their probabilities enter later
+as weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
+from pyro_cvi.algebra.latent import LatentTensor, Recorder, expression_of, plain, recording
+from pyro_cvi.densities import log_density
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
+
+__all__ = ["Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "run_symbolic"]
+
+Model = Callable[..., Any]
+_KINDS = {"Gamma": "positive", "InverseGamma": "positive", "Beta": "unit", "Dirichlet": "simplex"}
+
+
+@dataclass(frozen=True, eq=False)
+class Latent:
+    """One latent sample site: its posterior family, its shapes and where it stands.
+
+    `batch_shape` has the plates (no enumeration dims). `enum_dim` is the dim (negative) along which a
+    discrete site is enumerated, and `support` its values, (K, *event).
+    """
+
+    name: str
+    family: AbstractFamily
+    ref: SiteRef
+    batch_shape: tuple[int, ...]
+    event_dim: int
+    prior: Any
+    value: Tensor
+    plates: tuple[tuple[str, int, int, int], ...]
+    enum_dim: int | None = None
+    support: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ref.shape
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """One log-density term of the joint: log p of a sample site, with its scale and mask as weight.
+
+    `enumerated` lists the discrete sites along whose dims `expression` varies. `forced` maps sites
+    whose value left the algebra before this factor to the reason.
+    """
+
+    name: str
+    expression: Expression
+    weight: Tensor | float
+    enumerated: tuple[str, ...]
+    observed: bool
+    forced: Mapping[str, str] = field(default_factory=dict)
+    position: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Symbolic:
+    """What one symbolic run found: latents and factors in program order, and the recorder."""
+
+    latents: dict[str, Latent]
+    factors: list[Factor]
+    order: list[str]
+    nesting: int
+    recorder: Recorder
+
+
+class _Prior(Messenger):
+    """Replay given values at latent and subsample sites."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.values and (not msg["is_observed"] or site_is_subsample(msg)):
+            msg["value"] = self.values[msg["name"]]
+            msg["done"] = True
+
+
+class _Symbols(Messenger):
+    """Give every latent a LatentTensor, an enumerated value, or a fixed tensor."""
+
+    def __init__(
+        self, latents: Mapping[str, Latent], fixed: Mapping[str, Tensor], recorder: Recorder
+    ) -> None:
+        super().__init__()
+        self.latents, self.fixed, self.recorder = latents, fixed, recorder
+        self.forced: dict[str, dict[str, str]] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["type"] != "sample" or site_is_subsample(msg):
+            return
+        self.forced[msg["name"]] = dict(self.recorder.read)
+        if msg["is_observed"] or msg["name"] not in self.latents:
+            return
+        latent = self.latents[msg["name"]]
+        if msg["name"] in self.fixed:
+            msg["value"] = self.fixed[msg["name"]]
+        elif latent.enum_dim is not None:
+            msg["value"] = _enumerated_value(latent)
+        else:
+            e = site_expression(latent.ref, latent.value.device)
+            msg["value"] = LatentTensor.make(latent.value, e)
+        msg["done"] = True
+
+
+def _enumerated_value(latent: Latent) -> Tensor:
+    assert latent.support is not None and latent.enum_dim is not None
+    k, event = latent.support.shape[0], latent.support.shape[1:]
+    return latent.support.reshape(k, *([1] * (-latent.enum_dim - 1)), *event)
+
+
+def plain_trace(
+    model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[str, Tensor]
+) -> poutine.Trace:
+    """One ordinary run with some site values given; hidden from handlers outside."""
+    with poutine.block(), _Prior(values):
+        return poutine.trace(model).get_trace(*args, **kwargs)
+
+
+def subsample_values(trace: poutine.Trace) -> dict[str, Tensor]:
+    """The indices that the plates of a run drew."""
+    return {n: s["value"] for n, s in trace.nodes.items() if _is_subsample(s)}
+
+
+def _is_subsample(site: Any) -> bool:
+    return site["type"] == "sample" and site_is_subsample(site)
+
+
+def is_factor_site(site: Any) -> bool:
+    """Sample sites that contribute a density: not plates' indices, not pyro.deterministic."""
+    return (
+        site["type"] == "sample"
+        and not site_is_subsample(site)
+        and not site["infer"].get("_deterministic", False)
+    )
+
+
+def describe_latents(trace: poutine.Trace) -> tuple[dict[str, Latent], int]:
+    """The latents of an ordinary run, and the number of dims that plates (or batches) occupy."""
+    sites = [s for s in trace.nodes.values() if is_factor_site(s)]
+    nesting = max((len(s["fn"].batch_shape) for s in sites), default=0)
+    latents: dict[str, Latent] = {}
+    enumerated = 0
+    for site in sites:
+        if site["is_observed"]:
+            continue
+        latent = _describe(site, nesting, enumerated)
+        enumerated += latent.enum_dim is not None
+        latents[latent.name] = latent
+    return latents, nesting
+
+
+def _describe(site: Any, nesting: int, enumerated: int) -> Latent:
+    name, fn, value = site["name"], site["fn"], site["value"]
+    if not isinstance(value, Tensor):
+        raise CVIError(
+            message(
+                f"site '{name}'",
+                f"its value is a {type(value).__name__}",
+                "a tensor",
+                "sample it from a pyro.distributions distribution",
+            )
+        )
+    family = family_of(fn)
+    plates = tuple(
+        (f.name, f.dim, f.size, f.full_size if f.full_size is not None else f.size)
+        for f in site["cond_indep_stack"]
+        if f.vectorized
+    )
+    batch, event_dim = tuple(fn.batch_shape), fn.event_dim
+    if getattr(fn, "has_enumerate_support", False):
+        support = _finite_support(name, fn)
+        dim = -1 - nesting - enumerated
+        ref = SiteRef(name, tuple(value.shape), event_dim, "discrete")
+        return Latent(
+            name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support
+        )
+    if family is None or family is CATEGORICAL or not value.dtype.is_floating_point:
+        raise CVIError(_no_family(name, fn))
+    kind = _KINDS.get(family.name, "real" if family is GAUSSIAN else "own")
+    ref = SiteRef(name, tuple(value.shape), event_dim, kind)
+    return Latent(name, family, ref, batch, event_dim, fn, value, plates)
+
+
+def _finite_support(name: str, fn: Any) -> Tensor:
+    try:
+        support = plain(fn.enumerate_support(expand=False))
+    except NotImplementedError:
+        raise CVIError(_no_family(name, fn)) from None
+    k, event = support.shape[0], fn.event_shape
+    reduced: Tensor = support.reshape(k, -1, *event)[:, 0]
+    return reduced
+
+
+def _no_family(name: str, fn: Any) -> str:
+    core = type(peel(fn)).__name__
+    discrete = bool(getattr(fn.support, "is_discrete", False))
+    remedy = (
+        "marginalise it by hand, or bound its support (Categorical)"
+        if discrete
+        else "give it a conjugate prior (Gamma or InverseGamma for scales and precisions, Beta for "
+        "probabilities), write it as a function of a Normal site (for example "
+        f"{name} = Normal(...).exp()), or hold it fixed with poutine.condition"
+    )
+    return message(
+        f"latent site '{name}'",
+        f"a {core} prior, for which this version has no posterior family",
+        "Normal, MultivariateNormal, Gamma, Exponential, Chi2, InverseGamma, Beta, Dirichlet, or a "
+        "discrete distribution with finite support",
+        remedy,
+    )
+
+
+def run_symbolic(
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    latents: Mapping[str, Latent],
+    nesting: int,
+    subsample: Mapping[str, Tensor],
+    fixed: Mapping[str, Tensor] | None = None,
+) -> Symbolic:
+    """Run the model on symbols; `fixed` latents are constants of the run instead."""
+    recorder = Recorder()
+    symbols = _Symbols(latents, fixed or {}, recorder)
+    with (
+        poutine.block(),
+        pyro.validation_enabled(False),
+        recording(recorder),
+        _Prior(subsample),
+        symbols,
+    ):
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+        factors = []
+        for position, (name, site) in enumerate(trace.nodes.items()):
+            if is_factor_site(site):
+                factors.append(
+                    _factor(site, latents, position, symbols.forced.get(name, {}), fixed or {})
+                )
+    order = [n for n, s in trace.nodes.items() if is_factor_site(s)]
+    return Symbolic(dict(latents), factors, order, nesting, recorder)
+
+
+def _factor(
+    site: Any,
+    latents: Mapping[str, Latent],
+    position: int,
+    forced: Mapping[str, str],
+    fixed: Mapping[str, Tensor],
+) -> Factor:
+    name, fn, value = site["name"], site["fn"], site["value"]
+    mask = site["mask"]
+    is_latent = name in latents and not site["is_observed"]
+    if hasattr(fn, "log_factor"):
+        log_p = fn.log_factor
+    else:
+        if isinstance(mask, Tensor) and not is_latent:
+            value = _fill_masked(value, mask, fn.event_dim)
+        if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
+            dtype = _parameter_dtype(fn)
+            if dtype is not None and not value.dtype.is_floating_point and not is_latent:
+                value = value.to(dtype)
+            elif latents.get(name) is not None and latents[name].enum_dim is not None and dtype:
+                value = value.to(dtype)
+        log_p = log_density(fn, value)
+    e = expression_of(log_p)
+    weight: Tensor | float = site["scale"]
+    if not is_latent:
+        # A masked latent keeps its prior: its cell then goes back to the prior, never to infinity.
+        if mask is False:
+            weight = 0.0
+        elif isinstance(mask, Tensor):
+            dtype = plain(log_p).dtype
+            weight = mask.to(dtype) * weight
+    enumerated = tuple(
+        n
+        for n, latent in latents.items()
+        if latent.enum_dim is not None
+        and n not in fixed
+        and e.ndim >= -latent.enum_dim
+        and e.shape[latent.enum_dim] > 1
+    )
+    return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position)
+
+
+def _parameter_dtype(fn: Any) -> torch.dtype | None:
+    core = peel(fn)
+    for v in core.__dict__.values():
+        if isinstance(v, Tensor) and v.dtype.is_floating_point:
+            return v.dtype
+    for v in core.__dict__.values():
+        if isinstance(v, torch.distributions.Distribution):
+            inner = _parameter_dtype(v)
+            if inner is not None:
+                return inner
+    return None
+
+
+def _fill_masked(value: Any, mask: Tensor, event_dim: int) -> Any:
+    """Masked cells may hold NaN: give them the value of a cell that counts."""
+    if isinstance(value, LatentTensor) or not isinstance(value, Tensor):
+        return value
+    if bool(mask.all()) or not bool(mask.any()):
+        return value if bool(mask.any()) else torch.nan_to_num(value, 0.5, 0.5, 0.5)
+    batch = torch.broadcast_shapes(mask.shape, value.shape[: value.ndim - event_dim])
+    event = value.shape[value.ndim - event_dim :]
+    wide, where = value.expand(*batch, *event), mask.expand(batch)
+    first = int(where.reshape(-1).nonzero()[0])
+    filler = wide.reshape(math.prod(batch), *event)[first]
+    return torch.where(where.reshape(*batch, *([1] * event_dim)), wide, filler)

@@ -1,0 +1,388 @@
+"""CVI: step, run and evaluate_loss. The loop and nothing else.
+
+    natural_b  <-  (1 - rho) natural_b + rho * sum_factors grad_mean E_q[log p]        for every block b
+
+A block with exact messages only takes rho = 1, its optimum given the rest. A block with quadrature
+tries rho = 1 and is accepted when the ELBO rises by at least KL(q || q') / rho, as a mirror step must
+(methods.md 1.5); else rho is halved. Sampled and subsampled blocks follow a Robbins-Monro sequence.
+
+Reference: M. E. Khan, W. Lin (2017), Conjugate-Computation Variational Inference, arXiv 1703.04265.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.explain import Report, make_report
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.plan import Block
+from pyro_cvi.graph.prepared import Prepared
+from pyro_cvi.graph.sampling import Sampler
+from pyro_cvi.guide import AutoCVI
+from pyro_cvi.updates import Belief, GaussianBelief, Step
+
+__all__ = ["CVI", "RunResult"]
+
+_LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
+_HALVINGS = 40
+_SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+@dataclass
+class RunResult:
+    """What `CVI.run` did: the loss after each step, how many, and why it stopped."""
+
+    losses: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    converged: bool = False
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class CVI:
+    """Conjugate-computation variational inference, with the call shape of `pyro.infer.SVI`.
+
+    Arguments:
+        model: a Pyro model.
+        guide: an `AutoCVI`.
+        optim: a `PyroOptim`, for the `pyro.param`s of the model only; the posterior needs none.
+        loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
+            TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective).
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide: AutoCVI,
+        optim: PyroOptim | None = None,
+        loss: ELBO | None = None,
+    ) -> None:
+        if not isinstance(guide, AutoCVI):
+            raise CVIError(
+                message(
+                    "CVI", f"the guide is a {type(guide).__name__}", "an AutoCVI",
+                    "CVI(model, AutoCVI(model)); use pyro.infer.SVI for other guides",
+                )
+            )  # fmt: skip
+        if optim is not None and not isinstance(optim, PyroOptim):
+            raise CVIError(
+                message(
+                    "CVI", f"optim is a {type(optim).__name__}", "a pyro.optim.PyroOptim or None",
+                    'pyro.optim.Adam({"lr": 0.01}); it is for pyro.param only',
+                )
+            )  # fmt: skip
+        if loss is not None and type(loss) not in _LOSSES:
+            names = ", ".join(c.__name__ for c in _LOSSES)
+            raise CVIError(
+                message(
+                    "CVI", f"the loss is {type(loss).__name__}", f"the ELBO ({names}) or None",
+                    "leave loss out; CVI maximises the ELBO and no other bound",
+                )
+            )  # fmt: skip
+        self.model, self.guide, self.optim = model, guide, optim
+        self.loss: ELBO = Trace_ELBO() if loss is None else loss
+        self._evaluator: tuple[Prepared, Evaluator] | None = None
+        self._rho: dict[str, float] = {}
+        self._control: dict[str, tuple[Tensor, ...]] = {}
+        self._counts: dict[str, Step] = {}
+        self._time = 0
+        self._residual = math.inf
+
+    # --- public ------------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """One sweep over the blocks; the negative ELBO of the state it leaves, summed over data.
+
+        Where something is sampled or subsampled the return value is an estimate. An error leaves the
+        posterior as it was.
+        """
+        prepared = self.guide.prepare(self.model, args, kwargs)
+        self._check_params(prepared)
+        before = self.guide.beliefs()
+        try:
+            evaluator = self._evaluator_for(prepared)
+            self._sweep(evaluator, prepared, args, kwargs)
+            elbo = self._elbo(evaluator, prepared, args, kwargs)
+            if math.isnan(elbo) or not all(b.is_finite() for b in evaluator.beliefs.values()):
+                raise CVIError(self._not_finite(evaluator, elbo))
+        except BaseException:
+            self._evaluator = None
+            for block in prepared.plan.blocks:
+                self.guide.set_belief(block, before[block.name])
+            raise
+        for block in prepared.plan.blocks:
+            if evaluator.beliefs[block.name] is not before[block.name]:
+                self.guide.set_belief(block, evaluator.beliefs[block.name])
+        self._residual = self._moved(before, evaluator)
+        self._time += 1
+        if prepared.plan.learns:
+            self._learn(evaluator)
+        return -elbo
+
+    def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
+        """The negative ELBO now; changes nothing."""
+        kept = self.guide._prepared
+        with torch.enable_grad():
+            prepared = self.guide.prepare(self.model, args, kwargs)
+            evaluator = self._evaluator_for(prepared)
+            loss = -self._elbo(evaluator, prepared, args, kwargs)
+        if kept is not None:
+            self.guide._prepared = kept
+        return loss
+
+    def run(
+        self,
+        *args: Any,
+        num_steps: int = 100,
+        tol: float = 1e-6,
+        progress: bool = False,
+        **kwargs: Any,
+    ) -> RunResult:
+        """Step until the relative change of the loss and the step's length in nats are below `tol`.
+
+        A run with samples or subsampling takes all `num_steps`, for its loss is an estimate.
+        """
+        if num_steps < 0:
+            raise CVIError(f"num_steps is {num_steps}; expected zero or more")
+        result = RunResult(reason="num_steps reached")
+        start = time.perf_counter()
+        bar = _progress_bar(num_steps) if progress else None
+        for _ in range(num_steps):
+            loss = self.step(*args, **kwargs)
+            result.losses.append(loss)
+            result.num_steps += 1
+            if bar is not None:
+                bar.set_postfix_str(f"loss {loss:.4f}, moved {self._residual:.1e} nats")
+                bar.update()
+            if self._is_converged(result.losses, tol):
+                result.converged = True
+                result.reason = f"relative change and movement below {tol:g}"
+                break
+        if bar is not None:
+            bar.close()
+        result.seconds = time.perf_counter() - start
+        return result
+
+    def explain(self) -> Report:
+        """What was done in each factor for each site, and why; print it."""
+        return make_report(self.guide.plan, self._counts)
+
+    # --- one sweep ---------------------------------------------------------------------------------
+
+    def _evaluator_for(self, prepared: Prepared) -> Evaluator:
+        beliefs = self.guide.beliefs()
+        known = self._evaluator
+        if known is not None and known[0] is prepared:
+            same = all(known[1].beliefs[n] is b for n, b in beliefs.items())
+            if same:
+                return known[1]
+        evaluator = Evaluator(prepared.plan, beliefs)
+        self._evaluator = (prepared, evaluator)
+        return evaluator
+
+    def _sweep(
+        self, evaluator: Evaluator, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        plan = prepared.plan
+        sampled: dict[str, list[Tensor | None]] = {}
+        noisy: frozenset[str] = frozenset()
+        if plan.sampled_sites():
+            sampler = self._sampler(prepared, args, kwargs)
+            sampled = sampler.estimate(evaluator, self._control).messages
+            noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
+        for block in plan.blocks:
+            if block.size == 0:
+                continue
+            if block.name in noisy or plan.stochastic:
+                self._noisy_step(evaluator, block, sampled.get(block.name), plan.stochastic)
+            elif plan.is_exact(block):
+                self._exact_step(evaluator, block)
+            else:
+                self._searched_step(evaluator, block)
+
+    def _sampler(
+        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sampler:
+        return Sampler(
+            prepared.plan, self.model, args, kwargs, prepared.nesting, prepared.subsample,
+            self.guide.num_samples,
+        )  # fmt: skip
+
+    def _exact_step(self, evaluator: Evaluator, block: Block) -> None:
+        belief, step = evaluator.beliefs[block.name].moved(evaluator.message(block), 1.0)
+        if step.improper:
+            raise CVIError(
+                message(
+                    f"block '{block.name}'",
+                    "its conditional posterior is improper (a likelihood and prior that do not "
+                    "determine it)",
+                    "a proper prior on every latent",
+                    "give the site a proper prior, or remove the mask on it",
+                )
+            )
+        evaluator.set(block.name, belief)
+
+    def _searched_step(self, evaluator: Evaluator, block: Block) -> None:
+        """Mirror step with the acceptance test: rise of the ELBO >= KL(q || q') / rho."""
+        name = block.name
+        old, leaves = evaluator.beliefs[name], evaluator.leaves[name]
+        version = evaluator.version(name)
+        before = evaluator.local(block)
+        gradient = evaluator.message(block)
+        cache = evaluator.forget(evaluator.plan.factors_of(name))
+        slack = _SLACK.get(before.dtype, 1e-6) * float(before.abs() + 1)
+        rho = self._rho.get(name, 1.0)
+        for _ in range(_HALVINGS):
+            belief, step = old.moved(gradient, rho)
+            if belief.is_finite():
+                evaluator.set(name, belief)
+                rise = float(evaluator.local(block) - before)
+                if rise >= float(old.kl(belief)) / rho - slack:
+                    self._count(name, step)
+                    self._rho[name] = min(1.0, 2 * rho)
+                    return
+                evaluator.restore(name, old, leaves, version, cache)
+            rho /= 2
+        self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
+
+    def _noisy_step(
+        self, evaluator: Evaluator, block: Block, sampled: list[Tensor | None] | None, stochastic: bool
+    ) -> None:
+        belief = evaluator.beliefs[block.name]
+        gradient = evaluator.message(block)
+        rho = (self._time + 1.0) ** -0.7 if stochastic else (self._time + 2.0) ** -0.7
+        if sampled is not None:
+            gradient = [_sum(a, b) for a, b in zip(gradient, sampled, strict=True)]
+            if isinstance(belief, GaussianBelief) and sampled[0] is not None:
+                self._keep_control(block.name, belief, sampled, rho)
+        moved, step = belief.moved(gradient, rho)
+        if moved.is_finite():
+            evaluator.set(block.name, moved)
+            self._count(block.name, step)
+
+    def _keep_control(
+        self, name: str, belief: GaussianBelief, sampled: list[Tensor | None], rho: float
+    ) -> None:
+        g_loc, g_cov = sampled
+        assert g_loc is not None and g_cov is not None
+        new = (g_loc - 2 * (g_cov @ belief.loc.unsqueeze(-1)).squeeze(-1), g_cov)
+        old = self._control.get(name)
+        if old is not None:
+            new = tuple(o + rho * (n - o) for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
+        self._control[name] = new
+
+    def _count(self, name: str, step: Step) -> None:
+        old = self._counts.get(name, Step())
+        self._counts[name] = Step(
+            old.improper + step.improper,
+            old.shortened + step.shortened,
+            old.retracted + step.retracted,
+        )
+
+    def _elbo(
+        self, evaluator: Evaluator, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> float:
+        elbo = evaluator.elbo()
+        if prepared.plan.sampled_sites():
+            sampler = self._sampler(prepared, args, kwargs)
+            elbo += sampler.estimate(evaluator, self._control, gradient=False).value
+        return elbo
+
+    def _moved(self, before: dict[str, Belief], evaluator: Evaluator) -> float:
+        total = 0.0
+        for name, old in before.items():
+            new = evaluator.beliefs[name]
+            if new is not old:
+                total += float(old.kl(new))
+        return total
+
+    def _is_converged(self, losses: list[float], tol: float) -> bool:
+        plan = self.guide.plan
+        if plan.sampled_sites() or plan.stochastic or plan.learns or len(losses) < 2:
+            return len(losses) >= 2 and tol > 0 and losses[-1] == losses[-2] and not plan.learns
+        scale = tol * max(abs(losses[-1]), 1.0)
+        return abs(losses[-2] - losses[-1]) <= scale and self._residual <= scale
+
+    def _not_finite(self, evaluator: Evaluator, elbo: float) -> str:
+        names = [
+            f.name
+            for f in evaluator.plan.factors
+            if not f.sampled and not bool(evaluator.factor(f).isfinite())
+        ]
+        where = f"factor '{names[0]}'" if names else "the ELBO"
+        return message(
+            where,
+            f"the expected log density is not finite (ELBO {elbo})",
+            "finite data and covariates",
+            "check the inputs for NaN, infinities and values far outside the model's range",
+        )
+
+    # --- parameters --------------------------------------------------------------------------------
+
+    def _check_params(self, prepared: Prepared) -> None:
+        if prepared.plan.learns and self.optim is None:
+            raise CVIError(
+                message(
+                    "CVI",
+                    "the model has pyro.param values (or module parameters) that require gradients",
+                    "an optimiser for them",
+                    'pass optim=pyro.optim.Adam({"lr": 0.01}), or switch requires_grad off to hold '
+                    "them fixed",
+                )
+            )
+
+    def _learn(self, evaluator: Evaluator) -> None:
+        """One step of the user's optimiser on the parameters, with the posterior held fixed."""
+        assert self.optim is not None
+        loss = -evaluator.expectations()
+        parameters = _leaf_parameters(loss, evaluator)
+        for p, g in parameters:
+            p.grad = g
+        self.optim({p for p, _ in parameters})
+        for p, _ in parameters:
+            p.grad = torch.zeros_like(p)
+        self._evaluator = None
+
+
+def _leaf_parameters(loss: Tensor, evaluator: Evaluator) -> list[tuple[Tensor, Tensor]]:
+    own = {id(t) for leaves in evaluator.leaves.values() for t in leaves}
+    found: dict[int, Tensor] = {}
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in own:
+            found[id(variable)] = variable
+        stack += [n for n, _ in node.next_functions]
+    leaves = list(found.values())
+    if not leaves:
+        return []
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return [(p, g) for p, g in zip(leaves, grads, strict=True) if g is not None]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="CVI")
+
+

@@ -1,0 +1,217 @@
+"""Beliefs and their steps: natural <- natural + rho (target - natural), never leaving the domain.
+
+The target of a block is the sum of its messages, target = grad_mean E_q[log p]. A proper target makes
+every rho in (0, 1] safe (the domain is convex). Else, per plate element, the largest feasible step is
+taken, and where even that is tiny the second-order retraction of Lin, Schmidt & Khan (2020).
+
+A Gaussian belief is held as (loc, precision), a chart of the same natural parameters in which the
+step reads loc' = loc + rho precision'^-1 grad_loc: far from zero the product precision @ loc has no
+digits left in float32, this has.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.families import GAUSSIAN, AbstractFamily, Natural, from_loc_precision
+from pyro_cvi.linalg import (
+    inverse_precision,
+    log_diagonal_sum,
+    precision_to_scale_tril,
+    solve_precision,
+    symmetrise,
+    whiten,
+)
+
+__all__ = ["Belief", "FamilyBelief", "GaussianBelief", "Step"]
+
+_TINY_STEP = 0.1
+"""A feasible step shorter than this fraction of the wanted one gives way to the retraction."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How many elements of a block had an improper target, a shortened step, or a retraction."""
+
+    improper: int = 0
+    shortened: int = 0
+    retracted: int = 0
+
+
+class AbstractBelief(ABC):
+    """A block's posterior: immutable tensors, with everything derived from them computed once."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is stored, in the guide's buffers."""
+
+    @abstractmethod
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Fresh mean parameters that require gradients: messages are gradients in these."""
+
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """sum over elements of -E log q."""
+
+    @abstractmethod
+    def moved(
+        self, gradient: Sequence[Tensor | None], rho: float
+    ) -> tuple[AbstractBelief, Step]:
+        """The belief after a step of size rho, given dE[log p] / d leaves."""
+
+    @abstractmethod
+    def kl(self, other: AbstractBelief) -> Tensor:
+        """KL(self || other), summed over elements."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether the stored tensors are all finite."""
+
+
+class GaussianBelief(AbstractBelief):
+    """B independent d-dimensional Gaussians; leaves are (loc, cov).
+
+    Shapes: loc (B, d), precision (B, d, d).
+    """
+
+    def __init__(self, loc: Tensor, precision: Tensor) -> None:
+        self.loc, self.precision = loc, precision
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.loc, self.precision
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Cholesky factor of the precision."""
+        result: Tensor = torch.linalg.cholesky(self.precision)
+        return result
+
+    @cached_property
+    def cov(self) -> Tensor:
+        return inverse_precision(self.factor)
+
+    @cached_property
+    def scale_tril(self) -> Tensor:
+        return precision_to_scale_tril(self.precision)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.loc.detach().requires_grad_(), self.cov.detach().requires_grad_()
+
+    def entropy(self) -> Tensor:
+        half_d = 0.5 * self.loc.shape[-1] * (1 + math.log(2 * math.pi))
+        return (half_d - log_diagonal_sum(self.factor)).sum()
+
+    def is_finite(self) -> bool:
+        return bool(self.loc.isfinite().all()) and bool(self.precision.isfinite().all())
+
+    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[GaussianBelief, Step]:
+        g_loc = _or_zeros(gradient[0], self.loc)
+        target = -2 * symmetrise(_or_zeros(gradient[1], self.precision))
+        precision = self.precision + rho * (target - self.precision) if rho != 1 else target
+        bad = torch.linalg.cholesky_ex(target).info != 0
+        step = Step()
+        if bool(bad.any()):
+            precision, step = self._stay_inside(precision, target, bad, rho)
+        factor = torch.linalg.cholesky_ex(precision).L
+        loc = self.loc + rho * solve_precision(factor, g_loc)
+        moved = GaussianBelief(loc, precision)
+        moved.__dict__["factor"] = factor
+        return moved, step
+
+    def _stay_inside(
+        self, precision: Tensor, target: Tensor, bad: Tensor, rho: float
+    ) -> tuple[Tensor, Step]:
+        """Shorten or retract the elements whose target is improper; the others are not touched."""
+        old, factor = self.precision[bad], self.factor[bad]
+        direction = target[bad] - old
+        least = torch.linalg.eigvalsh(whiten(factor, direction))[..., 0]
+        limit = torch.where(least < 0, -0.9 / least, torch.full_like(least, torch.inf))
+        short = limit.clamp(max=rho)[..., None, None]
+        inside = old + short * direction
+        half = torch.linalg.solve_triangular(factor, old + rho * direction, upper=False)
+        retracted = 0.5 * (old + half.mT @ half)
+        tiny = limit < _TINY_STEP * rho
+        result = precision.clone()
+        result[bad] = torch.where(tiny[..., None, None], retracted, inside)
+        shortened = int((~tiny & (limit < rho)).sum())
+        return result, Step(int(bad.sum()), shortened, int(tiny.sum()))
+
+    def kl(self, other: AbstractBelief) -> Tensor:
+        assert isinstance(other, GaussianBelief)
+        return GAUSSIAN.kl(
+            from_loc_precision(torch.zeros_like(self.loc), self.precision),
+            from_loc_precision(other.loc - self.loc, other.precision),
+        ).sum()
+
+
+class FamilyBelief(AbstractBelief):
+    """Independent members of one family; leaves are its mean parameters.
+
+    Shapes: as the family's natural parameters, `(*batch, *event)` per statistic.
+    """
+
+    def __init__(self, family: AbstractFamily, natural: Natural) -> None:
+        self.family, self.natural = family, natural
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.natural
+
+    @cached_property
+    def mean(self) -> tuple[Tensor, ...]:
+        return self.family.to_mean(self.natural)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(m.detach().requires_grad_() for m in self.mean)
+
+    def entropy(self) -> Tensor:
+        return self.family.entropy(self.natural).sum()
+
+    def is_finite(self) -> bool:
+        return all(bool(n.isfinite().all()) for n in self.natural)
+
+    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[FamilyBelief, Step]:
+        target = tuple(
+            _or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True)
+        )
+        family = self.family
+        proper = family.is_proper(target)
+        direction = tuple(t - n for t, n in zip(target, self.natural, strict=True))
+        plain = target if rho == 1 else family.advance(self.natural, direction, rho)
+        if bool(proper.all()):
+            return FamilyBelief(family, plain), Step()
+        limit = 0.9 * family.max_step(self.natural, direction)
+        tiny = ~proper & (limit < _TINY_STEP * rho)
+        short = family.advance(self.natural, direction, limit.clamp(max=rho))
+        retracted = family.retract(self.natural, direction, rho)
+        natural = []
+        for p, s, r, n in zip(plain, short, retracted, family.event_dims, strict=True):
+            lift = (..., *([None] * n))
+            natural.append(torch.where(proper[lift], p, torch.where(tiny[lift], r, s)))
+        shortened = int((~proper & ~tiny & (limit < rho)).sum())
+        return FamilyBelief(family, tuple(natural)), Step(
+            int((~proper).sum()), shortened, int(tiny.sum())
+        )
+
+    def kl(self, other: AbstractBelief) -> Tensor:
+        assert isinstance(other, FamilyBelief)
+        return self.family.kl(self.natural, other.natural).sum()
+
+
+Belief = AbstractBelief
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+__all__ += ["AbstractBelief"]
