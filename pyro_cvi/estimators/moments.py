@@ -16,7 +16,7 @@ _STATISTIC = {
     "identity": Statistic(),
     "reciprocal": Statistic("power", -1.0),
     "log": Statistic("log"),
-    "log1m": Statistic("log1m"),
+    "log_complement": Statistic("log1m"),
 }
 
 

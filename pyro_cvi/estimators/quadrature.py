@@ -156,8 +156,9 @@ def _fill(
         with torch.set_grad_enabled(gradient):
             z = _points(m, c, x)
             q = w @ function(z, index)
+            total = q.sum()
         if gradient:
-            pm, pc = torch.autograd.grad(q.sum(), (m, c), allow_unused=True)
+            pm, pc = torch.autograd.grad(total, (m, c), allow_unused=True)
             gm[:, part] = _or_zero(pm, m)
             gc[:, :, part] = _or_zero(pc, c)
         value[part] = q.detach()
