@@ -44,7 +44,9 @@ class Report:
     blocks: tuple[BlockEntry, ...]
 
     def __str__(self) -> str:
-        counts = {h: sum(e.how == h for e in self.edges) for h in ("exact", "quadrature", "sampled")}
+        counts = {
+            h: sum(e.how == h for e in self.edges) for h in ("exact", "quadrature", "sampled")
+        }
         head = ", ".join(f"{n} {h}" for h, n in counts.items() if n)
         rows = [("factor", "site", "how", "why")]
         rows += [(e.factor, e.site, e.how, e.reason) for e in self.edges]
@@ -94,7 +96,9 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 def make_report(plan: Plan, steps: Mapping[str, Step] | None = None) -> Report:
     """The report of a plan; `steps` are the counts of a run by block name."""
     edges = tuple(
-        Edge(f.name, site, how.kind, how.reason) for f in plan.factors for site, how in f.how.items()
+        Edge(f.name, site, how.kind, how.reason)
+        for f in plan.factors
+        for site, how in f.how.items()
     )
     blocks = tuple(
         BlockEntry(

@@ -276,9 +276,7 @@ class AutoCVI(AutoGuide):
         self._need("median")
         return {n: self._quantile(n, torch.tensor(0.5)) for n in self.plan.latents}
 
-    def quantiles(
-        self, quantiles: Sequence[float], *args: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def quantiles(self, quantiles: Sequence[float], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Marginal quantiles of every latent, with a leading quantile dim."""
         self._need("quantiles")
         return {
@@ -299,7 +297,9 @@ class AutoCVI(AutoGuide):
         if latent.enum_dim is not None:
             assert latent.support is not None
             cumulative = belief.mean[0].cumsum(-1)
-            index = (cumulative < q.to(cumulative) - 1e-12).sum(-1).clamp(max=len(latent.support) - 1)
+            index = (
+                (cumulative < q.to(cumulative) - 1e-12).sum(-1).clamp(max=len(latent.support) - 1)
+            )
             return latent.support[index]
         from pyro_cvi.families.quantiles import quantile
 
@@ -364,5 +364,3 @@ class AutoCVI(AutoGuide):
             draw(b, self.belief(b)).reshape(-1) for b in self.plan.blocks if b.layout is not None
         ]
         return torch.cat(parts) if parts else torch.zeros(0)
-
-

@@ -191,7 +191,11 @@ class CVI:
         return evaluator
 
     def _sweep(
-        self, evaluator: Evaluator, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        evaluator: Evaluator,
+        prepared: Prepared,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         plan = prepared.plan
         sampled: dict[str, list[Tensor | None]] = {}
@@ -256,7 +260,11 @@ class CVI:
         self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
 
     def _noisy_step(
-        self, evaluator: Evaluator, block: Block, sampled: list[Tensor | None] | None, stochastic: bool
+        self,
+        evaluator: Evaluator,
+        block: Block,
+        sampled: list[Tensor | None] | None,
+        stochastic: bool,
     ) -> None:
         belief = evaluator.beliefs[block.name]
         gradient = evaluator.message(block)
@@ -290,7 +298,11 @@ class CVI:
         )
 
     def _elbo(
-        self, evaluator: Evaluator, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        evaluator: Evaluator,
+        prepared: Prepared,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> float:
         elbo = evaluator.elbo()
         if prepared.plan.sampled_sites():
@@ -384,5 +396,3 @@ def _progress_bar(total: int) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc="CVI")
-
-

@@ -62,9 +62,7 @@ class AbstractBelief(ABC):
         """sum over elements of -E log q."""
 
     @abstractmethod
-    def moved(
-        self, gradient: Sequence[Tensor | None], rho: float
-    ) -> tuple[AbstractBelief, Step]:
+    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[AbstractBelief, Step]:
         """The belief after a step of size rho, given dE[log p] / d leaves."""
 
     @abstractmethod
@@ -180,9 +178,7 @@ class FamilyBelief(AbstractBelief):
         return all(bool(n.isfinite().all()) for n in self.natural)
 
     def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[FamilyBelief, Step]:
-        target = tuple(
-            _or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True)
-        )
+        target = tuple(_or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True))
         family = self.family
         proper = family.is_proper(target)
         direction = tuple(t - n for t, n in zip(target, self.natural, strict=True))

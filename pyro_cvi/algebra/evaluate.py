@@ -28,7 +28,9 @@ class OpaqueError(ValueError):
     """The expression has a part whose value is not known from the sites."""
 
 
-def evaluate(e: Expression, read: Reader, leaf: Callable[[Expression], Tensor | None] | None = None) -> Tensor:
+def evaluate(
+    e: Expression, read: Reader, leaf: Callable[[Expression], Tensor | None] | None = None
+) -> Tensor:
     """e with every statistic replaced by read(stat); right-aligned, size one where constant.
 
     `leaf(expression)` may give the value of a sub-expression at once (the nodes of a quadrature).
@@ -69,9 +71,7 @@ def _pad(value: Tensor, ndim: int) -> Tensor:
     return value if value.ndim >= ndim else value.reshape((1,) * (ndim - value.ndim) + value.shape)
 
 
-def _full(
-    value: Tensor, ndim: int, shape: tuple[int, ...], leaf: object
-) -> Tensor:
+def _full(value: Tensor, ndim: int, shape: tuple[int, ...], leaf: object) -> Tensor:
     if leaf is None:
         return value.expand(shape)
     lead = value.shape[: max(value.ndim - ndim, 0)]

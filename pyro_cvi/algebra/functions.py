@@ -43,9 +43,7 @@ def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> 
     shape = tuple(torch.broadcast_shapes(*(a.shape for a in arguments)))
     kept, axes = _squeeze(shape)
     squeezed = tuple(group(expand(a, shape)).expression for a in arguments)
-    return Expression(
-        shape, 0.0, (Term(1.0, (Link(name, function, squeezed, kept, axes),)),)
-    )
+    return Expression(shape, 0.0, (Term(1.0, (Link(name, function, squeezed, kept, axes),)),))
 
 
 def _monomial(e: Expression) -> Term | None:

@@ -202,9 +202,7 @@ def _sums_to_one(e: Expression, dims: Sequence[int]) -> bool:
 
 
 @register_rule("mean")
-def _mean(
-    out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Expression:
+def _mean(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Expression:
     dims = _dims(plain(x), kwargs.pop("axis", dim))
     count = math.prod(plain(x).shape[d] for d in dims)
     return multiply(sum_axes(E(x), dims, keepdim), as_expression(1.0 / count))

@@ -159,7 +159,11 @@ class Design:
 
     def loc(self, moments: Moments) -> Tensor:
         loc = moments.gaussian[self.block][0].reshape(-1)
-        part = loc[self.columns] if self.start is None else loc.narrow(0, self.start, len(self.columns))
+        part = (
+            loc[self.columns]
+            if self.start is None
+            else loc.narrow(0, self.start, len(self.columns))
+        )
         return self.coefficient * (self.matrix.to(loc.dtype) @ part)
 
     def cov(self, moments: Moments) -> Tensor:
@@ -378,7 +382,10 @@ def _scatter(
         value = contract_to(consts, kept) * t.coefficient
     else:
         value = torch.tensor(t.coefficient, dtype=dtype, device=device)
-    full = [*shape, *(n for a in inner for b, n in zip(stat.axes, stat.shape, strict=True) if a == b)]
+    full = [
+        *shape,
+        *(n for a in inner for b, n in zip(stat.axes, stat.shape, strict=True) if a == b),
+    ]
     sizes = iter(value.shape)
     value = value.reshape([next(sizes) if a in kept else 1 for a in target])
     order = [stat.axes.index(a) for a in target if a in stat.axes]

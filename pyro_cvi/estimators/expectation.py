@@ -96,7 +96,9 @@ class Expectation:
                 self.how[site] = new
 
 
-def compile_expectation(e: Expression, structure: Structure, *, learn_constants: bool = False) -> Expectation:
+def compile_expectation(
+    e: Expression, structure: Structure, *, learn_constants: bool = False
+) -> Expectation:
     """Compile E_q[e] for a posterior of the given structure."""
     result = Expectation(e.shape, e.constant)
     for t in e.terms:
@@ -529,9 +531,7 @@ def _linear_predictor(e: Expression, structure: Structure) -> Affine | None:
         return None
 
 
-def _canonical(
-    e: Expression, affine: Affine, found: list[tuple[Expression, Affine]]
-) -> Expression:
+def _canonical(e: Expression, affine: Affine, found: list[tuple[Expression, Affine]]) -> Expression:
     for known, _ in found:
         if same_expression(known, e):
             return known
@@ -543,7 +543,11 @@ def same_expression(a: Expression, b: Expression) -> bool:
     """Structural equality: the same operands term by term (tensors compared by value)."""
     if a is b:
         return True
-    if a.shape != b.shape or len(a.terms) != len(b.terms) or not _same_value(a.constant, b.constant):
+    if (
+        a.shape != b.shape
+        or len(a.terms) != len(b.terms)
+        or not _same_value(a.constant, b.constant)
+    ):
         return False
     return all(_same_term(s, t) for s, t in zip(a.terms, b.terms, strict=True))
 
@@ -566,9 +570,7 @@ def _same_operand(p: Operand, q: Operand) -> bool:
     if isinstance(p, Const) and isinstance(q, Const):
         return _same_value(p.tensor, q.tensor)
     if isinstance(p, Stat) and isinstance(q, Stat):
-        return (
-            p.site is q.site and p.statistic == q.statistic and _same_value(p.index, q.index)
-        )
+        return p.site is q.site and p.statistic == q.statistic and _same_value(p.index, q.index)
     return False
 
 

@@ -118,8 +118,10 @@ def _integrate(
             break
         _fill(function, mean, cov, "trapezoid", order, todo, value, gm, gc, gradient, rough)
         last = i == len(orders) - 1
-        good = torch.ones_like(todo, dtype=torch.bool) if last else ~_differs(
-            value[todo], rough[todo], tol
+        good = (
+            torch.ones_like(todo, dtype=torch.bool)
+            if last
+            else ~_differs(value[todo], rough[todo], tol)
         )
         levels.append(("trapezoid", order, todo[good]))
         todo = todo[~good]
@@ -127,9 +129,7 @@ def _integrate(
 
 
 def _differs(value: Tensor, rough: Tensor, tol: float) -> Tensor:
-    return ~((value - rough).abs() <= tol * (1 + value.abs())) & ~(
-        value.isinf() & (value == rough)
-    )
+    return ~((value - rough).abs() <= tol * (1 + value.abs())) & ~(value.isinf() & (value == rough))
 
 
 def _fill(

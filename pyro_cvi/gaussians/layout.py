@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def structure(self) -> str:
-        """"dense", "diagonal" or "plated"."""
+        """ "dense", "diagonal" or "plated"."""
         if self.count <= 1:
             return "dense"
         return "diagonal" if self.width == 1 else "plated"
@@ -62,9 +62,7 @@ class Layout:
         return Layout(tuple(shapes), dict(shapes), element, position, 1, start)
 
     @staticmethod
-    def from_components(
-        shapes: dict[str, tuple[int, ...]], component: Tensor
-    ) -> Layout | None:
+    def from_components(shapes: dict[str, tuple[int, ...]], component: Tensor) -> Layout | None:
         """One element per connected component; None unless all have one size."""
         names, element, counts = torch.unique(component, return_inverse=True, return_counts=True)
         if names.numel() == 0 or int(counts.min()) != int(counts.max()):
@@ -96,7 +94,9 @@ def partition(size: int, couplings: Sequence[CellIndices], device: torch.device)
             return label
 
 
-def _join(label: Tensor, cells: tuple[int, ...], reads: list[tuple[Tensor, tuple[int, ...]]]) -> Tensor:
+def _join(
+    label: Tensor, cells: tuple[int, ...], reads: list[tuple[Tensor, tuple[int, ...]]]
+) -> Tensor:
     least: Tensor | None = None
     for index, axes in reads:
         here = _to_cells(label[index], axes, cells)

@@ -177,7 +177,9 @@ def _layouts(
         result = []
         for n in sites:
             for block in _layouts([n], gaussian, couplings, opaque, max_dense_dim):
-                why = f"{block.reason}; joined with {_others(sites, n)} it would exceed max_dense_dim"
+                why = (
+                    f"{block.reason}; joined with {_others(sites, n)} it would exceed max_dense_dim"
+                )
                 result.append(GaussianBlock(block.sites, block.layout, why))
         return result
     count = math.prod(shapes[sites[0]])

@@ -66,7 +66,9 @@ def _summary(x: Any) -> Any:
 def checked(symbolic: Symbolic, trace: poutine.Trace, values: Mapping[str, Tensor]) -> Symbolic:
     """The run with every factor that fails the check made opaque in its upstream sites."""
     point = {n: trace.nodes[n]["value"] for n in symbolic.latents}
-    factors = [_check(f, symbolic, trace.nodes[f.name], point, values[f.name]) for f in symbolic.factors]
+    factors = [
+        _check(f, symbolic, trace.nodes[f.name], point, values[f.name]) for f in symbolic.factors
+    ]
     return replace(symbolic, factors=factors)
 
 

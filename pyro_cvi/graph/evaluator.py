@@ -68,7 +68,9 @@ class Evaluator:
             self._cache[f.name] = cached
         return cached[1]
 
-    def forget(self, factors: Sequence[CompiledFactor]) -> dict[str, tuple[tuple[int, ...], Tensor]]:
+    def forget(
+        self, factors: Sequence[CompiledFactor]
+    ) -> dict[str, tuple[tuple[int, ...], Tensor]]:
         """The cached entries of some factors, so that a trial can be undone at no cost."""
         return {f.name: self._cache[f.name] for f in factors if f.name in self._cache}
 

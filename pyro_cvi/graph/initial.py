@@ -16,9 +16,7 @@ _SPREAD = 0.1
 """Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`)."""
 
 
-def initial_beliefs(
-    plan: Plan, located: dict[str, Tensor] | None = None
-) -> dict[str, Belief]:
+def initial_beliefs(plan: Plan, located: dict[str, Tensor] | None = None) -> dict[str, Belief]:
     """One belief per block; `located` gives the starting point of some sites."""
     return {b.name: _initial(plan, b, located or {}) for b in plan.blocks}
 

@@ -35,7 +35,7 @@ class Block:
 
     @property
     def structure(self) -> str:
-        """"dense", "plated" or "diagonal" for Gaussian blocks, else the family's name."""
+        """ "dense", "plated" or "diagonal" for Gaussian blocks, else the family's name."""
         return self.layout.structure if self.layout is not None else self.family.name
 
 
@@ -94,7 +94,9 @@ class Plan:
     def is_exact(self, block: Block) -> bool:
         """Whether every message to the block is exact."""
         return all(
-            f.how[s].kind == "exact" for f in self.factors_of(block.name) for s in block.sites
+            f.how[s].kind == "exact"
+            for f in self.factors_of(block.name)
+            for s in block.sites
             if s in f.how
         )
 
@@ -102,9 +104,7 @@ class Plan:
         return frozenset().union(*(f.sampled for f in self.factors))
 
 
-def make_structure(
-    symbolic: Symbolic, max_dense_dim: int
-) -> tuple[tuple[Block, ...], Structure]:
+def make_structure(symbolic: Symbolic, max_dense_dim: int) -> tuple[tuple[Block, ...], Structure]:
     """Blocks and structure for the latents of a symbolic run."""
     blocks: list[Block] = []
     gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim)
@@ -167,9 +167,7 @@ def make_plan(
         blocks, structure = previous.blocks, previous.structure
     factors = compile_factors(symbolic, structure)
     _check_factors(symbolic, factors)
-    return Plan(
-        symbolic.latents, blocks, tuple(factors), structure, stochastic, _learns(symbolic)
-    )
+    return Plan(symbolic.latents, blocks, tuple(factors), structure, stochastic, _learns(symbolic))
 
 
 def _check_factors(symbolic: Symbolic, factors: Sequence[CompiledFactor]) -> None:

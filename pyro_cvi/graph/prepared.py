@@ -38,9 +38,7 @@ class Prepared:
     fingerprint: tuple[Any, ...]
     trace: poutine.Trace
 
-    def still_holds(
-        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def still_holds(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """One plain run at the check's point: same sites, same densities, hence the same plan."""
         if self.plan.learns or self.plan.stochastic:
             return False

@@ -127,7 +127,13 @@ class Sampler:
     ) -> tuple[float, dict[str, Any]]:
         fixed = {s: v for d in draws.values() for s, v in d.values.items()}
         symbolic = run_symbolic(
-            self.model, self.args, self.kwargs, self.plan.latents, self.nesting, self.subsample, fixed
+            self.model,
+            self.args,
+            self.kwargs,
+            self.plan.latents,
+            self.nesting,
+            self.subsample,
+            fixed,
         )
         factors = compile_factors(symbolic, self.plan.structure, self.names)
         moments, probabilities = moments_of(self.plan, evaluator.leaves)

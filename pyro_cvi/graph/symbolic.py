@@ -192,9 +192,7 @@ def _describe(site: Any, nesting: int, enumerated: int) -> Latent:
         support = _finite_support(name, fn)
         dim = -1 - nesting - enumerated
         ref = SiteRef(name, tuple(value.shape), event_dim, "discrete")
-        return Latent(
-            name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support
-        )
+        return Latent(name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support)
     if family is None or family is CATEGORICAL or not value.dtype.is_floating_point:
         raise CVIError(_no_family(name, fn))
     kind = _KINDS.get(family.name, "real" if family is GAUSSIAN else "own")
