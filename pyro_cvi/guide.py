@@ -18,6 +18,7 @@ from pyro_cvi.graph.initial import initial_beliefs
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.sampling import draw
+from pyro_cvi.linalg import broadcast_shapes
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["AutoCVI"]
@@ -348,7 +349,7 @@ class AutoCVI(AutoGuide):
         for site in block.sites:
             latent = self.plan.latents[site]
             flat = z[..., layout.element[site], layout.position[site]]
-            shape = torch.broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
+            shape = broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
             value = flat.reshape(shape)
             if poutine.get_mask() is False:
                 log_density: Any = 0.0

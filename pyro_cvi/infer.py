@@ -96,7 +96,8 @@ class CVI:
         self._control: dict[str, tuple[Tensor, ...]] = {}
         self._counts: dict[str, Step] = {}
         self._time = 0
-        self._residual = math.inf
+        self._rate = 0.5
+        self._before: dict[str, Belief] = {}
 
     # --- public ------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class CVI:
         for block in prepared.plan.blocks:
             if evaluator.beliefs[block.name] is not before[block.name]:
                 self.guide.set_belief(block, evaluator.beliefs[block.name])
-        self._residual = self._moved(before, evaluator)
+        self._before = before
         self._time += 1
         if prepared.plan.learns:
             self._learn(evaluator)
@@ -162,7 +163,7 @@ class CVI:
             result.losses.append(loss)
             result.num_steps += 1
             if bar is not None:
-                bar.set_postfix_str(f"loss {loss:.4f}, moved {self._residual:.1e} nats")
+                bar.set_postfix_str(f"loss {loss:.4f}, moved {self._moved():.1e} nats")
                 bar.update()
             if self._is_converged(result.losses, tol):
                 result.converged = True
@@ -198,21 +199,49 @@ class CVI:
         kwargs: dict[str, Any],
     ) -> None:
         plan = prepared.plan
-        sampled: dict[str, list[Tensor | None]] = {}
         noisy: frozenset[str] = frozenset()
         if plan.sampled_sites():
-            sampler = self._sampler(prepared, args, kwargs)
-            sampled = sampler.estimate(evaluator, self._control).messages
             noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
+            self._sampled_sweep(evaluator, self._sampler(prepared, args, kwargs), noisy)
         for block in plan.blocks:
-            if block.size == 0:
+            if block.size == 0 or block.name in noisy:
                 continue
-            if block.name in noisy or plan.stochastic:
-                self._noisy_step(evaluator, block, sampled.get(block.name), plan.stochastic)
+            if plan.stochastic:
+                self._noisy_step(evaluator, block, None, (self._time + 1.0) ** -0.7)
             elif plan.is_exact(block):
                 self._exact_step(evaluator, block)
             else:
                 self._searched_step(evaluator, block)
+
+    def _sampled_sweep(
+        self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]
+    ) -> None:
+        """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
+
+        The ELBO before and after is compared on common random numbers; a fall of more than two
+        standard errors means the step was too long for the noise of its gradient.
+        """
+        seed = int(torch.randint(2**31, ()))
+        plan, old = evaluator.plan, dict(evaluator.beliefs)
+        before = sampler.estimate(evaluator, self._control, seed=seed)
+        exact = evaluator.elbo()
+        rho = self._rate * (1 + self._time / 20) ** -0.7
+        controls = dict(self._control)
+        for block in plan.blocks:
+            if block.name in noisy and block.size:
+                self._noisy_step(evaluator, block, before.messages.get(block.name), rho)
+        after = sampler.estimate(evaluator, self._control, gradient=False, seed=seed + 1)
+        again = sampler.estimate_at(old, evaluator, seed=seed + 1)
+        change = torch.tensor(after.values) - torch.tensor(again.values)
+        gain = evaluator.elbo() - exact + float(change.mean())
+        error = float(change.std()) / math.sqrt(len(after.values))
+        if not gain >= -2 * error:
+            for name in noisy:
+                evaluator.set(name, old[name])
+            self._control = controls
+            self._rate = max(self._rate / 2, 1e-4)
+        else:
+            self._rate = min(1.0, self._rate * 1.2)
 
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -260,15 +289,10 @@ class CVI:
         self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
 
     def _noisy_step(
-        self,
-        evaluator: Evaluator,
-        block: Block,
-        sampled: list[Tensor | None] | None,
-        stochastic: bool,
+        self, evaluator: Evaluator, block: Block, sampled: list[Tensor | None] | None, rho: float
     ) -> None:
         belief = evaluator.beliefs[block.name]
         gradient = evaluator.message(block)
-        rho = (self._time + 1.0) ** -0.7 if stochastic else (self._time + 2.0) ** -0.7
         if sampled is not None:
             gradient = [_sum(a, b) for a, b in zip(gradient, sampled, strict=True)]
             if isinstance(belief, GaussianBelief) and sampled[0] is not None:
@@ -310,10 +334,11 @@ class CVI:
             elbo += sampler.estimate(evaluator, self._control, gradient=False).value
         return elbo
 
-    def _moved(self, before: dict[str, Belief], evaluator: Evaluator) -> float:
+    def _moved(self) -> float:
+        """KL(before || after) of the last step, in nats."""
         total = 0.0
-        for name, old in before.items():
-            new = evaluator.beliefs[name]
+        for block in self.guide.plan.blocks:
+            old, new = self._before[block.name], self.guide.belief(block)
             if new is not old:
                 total += float(old.kl(new))
         return total
@@ -323,7 +348,7 @@ class CVI:
         if plan.sampled_sites() or plan.stochastic or plan.learns or len(losses) < 2:
             return len(losses) >= 2 and tol > 0 and losses[-1] == losses[-2] and not plan.learns
         scale = tol * max(abs(losses[-1]), 1.0)
-        return abs(losses[-2] - losses[-1]) <= scale and self._residual <= scale
+        return abs(losses[-2] - losses[-1]) <= scale and self._moved() <= scale
 
     def _not_finite(self, evaluator: Evaluator, elbo: float) -> str:
         names = [

@@ -13,7 +13,6 @@ from pyro_cvi.algebra.expression import (
     Expression,
     Group,
     Link,
-    Opaque,
     Operand,
     Stat,
     contract,
@@ -31,7 +30,7 @@ class OpaqueError(ValueError):
 def evaluate(
     e: Expression, read: Reader, leaf: Callable[[Expression], Tensor | None] | None = None
 ) -> Tensor:
-    """e with every statistic replaced by read(stat); right-aligned, size one where constant.
+    """E with every statistic replaced by read(stat); right-aligned, size one where constant.
 
     `leaf(expression)` may give the value of a sub-expression at once (the nodes of a quadrature).
     """

@@ -15,11 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
+
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = [
     "Const",
@@ -170,7 +173,7 @@ class Link:
         from pyro_cvi.algebra.moves import move
 
         arguments = tuple(move(expand(a, self.shape), op) for a in self.arguments)
-        shape = torch.broadcast_shapes(*(a.shape for a in arguments))
+        shape = broadcast_shapes(*(a.shape for a in arguments))
         return replace(self, arguments=arguments, shape=tuple(shape), axes=axes)
 
 
@@ -228,10 +231,14 @@ class Expression:
     shape: tuple[int, ...]
     constant: Tensor | float = 0.0
     terms: tuple[Term, ...] = ()
-    sites: frozenset[str] = field(init=False)
+    known_sites: frozenset[str] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sites", frozenset().union(*(t.sites for t in self.terms)))
+    @cached_property
+    def sites(self) -> frozenset[str]:
+        """The sites that it depends on."""
+        if self.known_sites is not None:
+            return self.known_sites
+        return frozenset().union(*(t.sites for t in self.terms))
 
     @property
     def ndim(self) -> int:
@@ -285,14 +292,14 @@ def expand(e: Expression, shape: Sequence[int]) -> Expression:
 
 
 def add(a: Expression, b: Expression) -> Expression:
-    shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    shape = broadcast_shapes(a.shape, b.shape)
     if not a.has_constant:
         constant = b.constant
     elif not b.has_constant:
         constant = a.constant
     else:
         constant = a.constant + b.constant
-    return Expression(shape, constant, a.terms + b.terms)
+    return Expression(shape, constant, a.terms + b.terms, a.sites | b.sites)
 
 
 def negate(e: Expression) -> Expression:
@@ -300,14 +307,14 @@ def negate(e: Expression) -> Expression:
 
 
 def scale(e: Expression, factor: float) -> Expression:
-    """factor * e for a Python number."""
+    """Factor * e for a Python number."""
     terms = tuple(Term(t.coefficient * factor, t.operands) for t in e.terms)
     return Expression(e.shape, e.constant * factor, terms)
 
 
 def multiply(a: Expression, b: Expression) -> Expression:
     """The elementwise product. Sums are not multiplied out: they become groups."""
-    shape = tuple(torch.broadcast_shapes(a.shape, b.shape))
+    shape = broadcast_shapes(a.shape, b.shape)
     if not b.terms:
         a, b = b, a
     if not a.terms:
@@ -316,7 +323,10 @@ def multiply(a: Expression, b: Expression) -> Expression:
         return expand(_times_constant(b, a.constant), shape)
     ca, oa = as_operands(a)
     cb, ob = as_operands(b)
-    return Expression(shape, 0.0, (Term(ca * cb, merge_operands(oa + ob)),))
+    operands = merge_operands(oa + ob)
+    if not operands:  # z * z ** -1
+        return Expression(shape, ca * cb)
+    return Expression(shape, 0.0, (Term(ca * cb, operands),))
 
 
 def _times_constant(e: Expression, tensor: Tensor) -> Expression:
@@ -325,7 +335,7 @@ def _times_constant(e: Expression, tensor: Tensor) -> Expression:
     operand = const_operand(tensor)
     terms = tuple(Term(t.coefficient, merge_operands((*t.operands, operand))) for t in e.terms)
     constant = e.constant * tensor if e.has_constant else 0.0
-    return Expression(tuple(torch.broadcast_shapes(e.shape, tensor.shape)), constant, terms)
+    return Expression(broadcast_shapes(e.shape, tensor.shape), constant, terms)
 
 
 def as_operands(e: Expression) -> tuple[float, tuple[Operand, ...]]:
@@ -441,8 +451,9 @@ def einsum(
     output: Sequence[str],
     sizes: Mapping[str, int],
 ) -> Expression:
-    """einsum over expressions; every input names its axes by strings. A sum is distributed only when
-    it is the one factor that is not constant."""
+    """Einsum over expressions; every input names its axes by strings. A sum is distributed only when
+    it is the one factor that is not constant.
+    """
     out = {name: i - len(output) for i, name in enumerate(output)}
     label = {name: out[name] if name in out else fresh_label() for name in sizes}
     shape = tuple(sizes[name] for name in output)
@@ -496,7 +507,7 @@ def _with_missing(term: Term, label: Mapping[str, int], sizes: Mapping[str, int]
 
 
 def contract(pieces: Sequence[tuple[Tensor, Axes]], ndim: int) -> Tensor:
-    """einsum of labelled tensors, returned with output axes right-aligned and size one where absent."""
+    """Einsum of labelled tensors, returned with output axes right-aligned and size one where absent."""
     labels = sorted({a for _, axes in pieces for a in axes if a < 0})
     if not any(a > 0 for _, axes in pieces for a in axes):
         result = None

@@ -34,13 +34,14 @@ from pyro_cvi.algebra.expression import (
     multiply,
     scale,
 )
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["clamp_link", "exp", "link", "log", "log1p", "power", "sigmoid"]
 
 
 def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> Expression:
     """function(*arguments), elementwise, with the arguments kept."""
-    shape = tuple(torch.broadcast_shapes(*(a.shape for a in arguments)))
+    shape = broadcast_shapes(*(a.shape for a in arguments))
     kept, axes = _squeeze(shape)
     squeezed = tuple(group(expand(a, shape)).expression for a in arguments)
     return Expression(shape, 0.0, (Term(1.0, (Link(name, function, squeezed, kept, axes),)),))
@@ -54,7 +55,7 @@ def _monomial(e: Expression) -> Term | None:
 
 
 def power(e: Expression, p: float) -> Expression:
-    """e ** p for a Python number p."""
+    """E ** p for a Python number p."""
     if p == 1:
         return e
     if p == 0:
@@ -91,25 +92,34 @@ class _Power:
 
 def _power_operand(o: Operand, p: float) -> list[Operand] | None:
     if isinstance(o, Const):
-        return [Const(o.tensor**p, o.axes)]
+        return [Const(o.tensor**p, o.axes)] if p == int(p) or _nonnegative(o) else None
     if isinstance(o, Stat) and o.site.kind != "real" and o.statistic.kind == "power":
         return [replace(o, statistic=Statistic("power", o.statistic.power * p))]
     if isinstance(o, Link) and o.name == "exp":
-        raised = exp(scale(o.arguments[0], p)).terms[0].operands
-        return [replace(r, axes=tuple(o.axes[a] for a in r.axes)) for r in raised]
+        coefficient, raised = as_operands(exp(scale(o.arguments[0], p)))
+        factor = [] if coefficient == 1 else [Const(torch.tensor(coefficient), ())]
+        return factor + [replace(r, axes=tuple(o.axes[a] for a in r.axes)) for r in raised]
     if p == 2:
         return [o, o]
     return None
 
 
+def _nonnegative(o: Const) -> bool:
+    """Whether a root or log of the factor alone is that of the product: two negatives make one."""
+    return not bool((o.tensor < 0).any())
+
+
 def log(e: Expression) -> Expression:
-    """log e: a sum over the operands of a positive monomial; log(1 - z) on the unit interval."""
+    """Log e: a sum over the operands of a positive monomial; log(1 - z) on the unit interval."""
     if not e.terms:
         constant = e.constant.log() if isinstance(e.constant, Tensor) else math.log(e.constant)
         return Expression(e.shape, constant)
     complement = _complement(e)
     if complement is not None:
         return expand(complement, e.shape)
+    probit = _normal_cdf(e)
+    if probit is not None:
+        return expand(probit, e.shape)
     term = _monomial(e)
     if term is None or term.coefficient <= 0:
         return link("log", torch.log, e)
@@ -134,6 +144,8 @@ def _single(o: Operand) -> Expression:
 
 def _log_operand(o: Operand) -> Expression | None:
     if isinstance(o, Const):
+        if not _nonnegative(o):
+            return None
         e = _single(o)
         tensor = o.tensor.log()
         order = sorted(range(len(o.axes)), key=lambda i: o.axes[i])
@@ -180,6 +192,27 @@ def _complement(e: Expression) -> Expression | None:
     return _log1m(e.terms[0])
 
 
+def _normal_cdf(e: Expression) -> Expression | None:
+    """log Phi(f) for e = 1/2 + 1/2 erf(f / sqrt 2), as Normal.cdf writes it, or its complement.
+
+    Taken whole it keeps its digits in the tails, where 1/2 + 1/2 erf is clamped to zero.
+    """
+    if len(e.terms) != 1 or isinstance(e.constant, Tensor) or e.terms[0].contracted:
+        return None
+    (t,) = e.terms
+    if len(t.operands) != 1 or not isinstance(t.operands[0], Link):
+        return None
+    (o,) = t.operands
+    sign = 2 * t.coefficient if o.name == "erf" else t.coefficient
+    if o.name == "erf" and e.constant == 0.5 and abs(sign) == 1:
+        argument = scale(o.arguments[0], sign * math.sqrt(2))
+    elif o.name == "ndtr" and (e.constant, sign) in ((0.0, 1.0), (1.0, -1.0)):
+        argument = scale(o.arguments[0], sign)
+    else:
+        return None
+    return _lift(link("log_ndtr", torch.special.log_ndtr, argument), o)
+
+
 def _log1m(term: Term) -> Expression | None:
     if len(term.operands) != 1:
         return None
@@ -196,7 +229,7 @@ def _log1m(term: Term) -> Expression | None:
 def log1p(e: Expression) -> Expression:
     """log(1 + e)."""
     one = add(Expression((), 1.0), e)
-    complement = _complement(one)
+    complement = _complement(one) or _normal_cdf(one)
     if complement is not None:
         return expand(complement, e.shape)
     return link("log1p", torch.log1p, e)
@@ -207,7 +240,7 @@ def sigmoid(e: Expression) -> Expression:
 
 
 def exp(e: Expression) -> Expression:
-    """exp e: a monomial when e is a sum of logs, else a link."""
+    """Exp e: a monomial when e is a sum of logs, else a link."""
     result = Expression(e.shape, 1.0)
     if isinstance(e.constant, Tensor):
         result = Expression(e.shape, e.constant.exp())
@@ -236,7 +269,9 @@ def _exp_term(t: Term) -> Expression | None:
 
 
 def clamp_link(e: Expression, low: float, high: float) -> Expression:
-    """e clamped to [low, high] where that can matter (a link); statistics of sites are left alone."""
+    """E clamped to [low, high] where that can matter (a link); statistics of sites are left alone."""
+    if _normal_cdf(e) is not None:
+        return e
     _, operands = as_operands(e)
     if all(isinstance(o, Const | Stat) for o in operands):
         return e

@@ -30,11 +30,13 @@ _LEAVES_TORCH = {
 _CONSTANT = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros",
     "new_ones", "new_empty", "new_full", "new_tensor", "size", "dim", "numel", "stride",
-    "is_floating_point", "is_complex", "get_device", "element_size", "type", "__len__",
+    "is_floating_point", "is_complex", "get_device", "element_size", "__len__",
     "is_contiguous", "storage_offset", "__hash__", "__format__", "__repr__",
     "requires_grad_", "data_ptr", "_is_view", "is_same_size", "result_type",
 }  # fmt: skip
 _OUR_OWN = ("torch.distributions", "pyro.")
+_BY_KEYWORD = ("input", "other", "mat2", "vec", "exponent")
+"""Arguments that torch also takes by keyword: rules see them by position, in this order."""
 
 
 class Recorder:
@@ -105,22 +107,32 @@ class LatentTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        name = _name(func)
+        key, inplace = _canonical(name)
+        before = args
+        if inplace and args and not isinstance(args[0], LatentTensor):  # the rule needs what it was
+            before = (plain(args[0]).clone(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*plain(args), **plain(kwargs))
-        name = _name(func)
         if name in _LEAVES_TORCH:
             _record_read(name, args)
             return out
-        if not isinstance(out, Tensor | tuple | list) or name in _CONSTANT:
+        if name in _CONSTANT:
+            if isinstance(out, Tensor):  # z.new_full(shape, u) keeps the number, not where it is from
+                _record_read(name, (*args[1:], kwargs))
+            return out
+        if name == "__setitem__" and isinstance(args[0], LatentTensor):
+            args[0]._expression = expression_of(_wrap("setitem", plain(args[0]), args, kwargs))
+            return None
+        if not _holds_tensors(out):
             if name in ("__setitem__", "__set__"):
                 _record_write(name, args)
             return out
-        key, inplace = _canonical(name)
-        if inplace and not isinstance(args[0], LatentTensor):
+        if kwargs.get("out") is not None or (inplace and not isinstance(args[0], LatentTensor)):
             _record_write(name, args)
-        result = _wrap(key, out, args, kwargs)
-        if inplace and isinstance(args[0], LatentTensor) and isinstance(result, LatentTensor):
-            args[0]._expression = result._expression
+        result = _wrap(key, out, before, kwargs)
+        if inplace and isinstance(args[0], LatentTensor):
+            args[0]._expression = expression_of(result)
             return args[0]
         return result
 
@@ -158,6 +170,15 @@ def latents_in(x: Any) -> Iterator[LatentTensor]:
             yield from latents_in(v)
 
 
+_SAME = {"truediv": "div", "rtruediv": "rdiv", "radd": "add", "rmul": "mul", "pos": "positive"}
+
+
+def _holds_tensors(out: Any) -> bool:
+    return isinstance(out, Tensor) or (
+        isinstance(out, tuple | list) and any(isinstance(t, Tensor) for t in out)
+    )
+
+
 def _name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -172,7 +193,7 @@ def _canonical(name: str) -> tuple[str, bool]:
         bare = name[2:-2]
         if bare in ("iadd", "isub", "imul", "itruediv", "idiv", "ipow", "imatmul"):
             return {"itruediv": "div", "idiv": "div"}.get(bare, bare[1:]), True
-        return {"truediv": "div", "rtruediv": "rdiv"}.get(bare, bare), False
+        return _SAME.get(bare, bare), False
     if name.endswith("_") and not name.endswith("__"):
         return name[:-1], True
     return name, False
@@ -182,13 +203,17 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     rule = _RULES.get(key)
     if kwargs.get("out", 0) is None:
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+    named = [k for k in _BY_KEYWORD if k in kwargs]
+    if named:
+        args = (*args, *(kwargs[k] for k in named))
+        kwargs = {k: v for k, v in kwargs.items() if k not in named}
     expressions: Any = None
     tensors = (out,) if isinstance(out, Tensor) else tuple(out)
     if rule is not None and all(isinstance(t, Tensor) and _is_real(t) for t in tensors):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 expressions = rule(out, *args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError, IndexError, RuntimeError, KeyError):
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
             # An unusual call form: the value is right, only its structure is not known.
             expressions = None
     if expressions is None:

@@ -19,9 +19,11 @@ from pyro_cvi.algebra.expression import (
     Operand,
     Term,
     add,
+    align,
     const_operand,
     merge_operands,
 )
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["concatenate", "masked", "move"]
 
@@ -29,7 +31,7 @@ Op = Callable[[Tensor], Tensor]
 
 
 def move(e: Expression, op: Op) -> Expression:
-    """op applied to the expression; `op` must only move (drop, repeat) elements."""
+    """Op applied to the expression; `op` must only move (drop, repeat) elements."""
     constant = e.constant
     if isinstance(constant, Tensor):
         constant = op(constant.expand(e.shape))
@@ -71,10 +73,9 @@ def _coordinate(
     axes: list[int] = []
     for b in range(-c.ndim, 0):
         size = c.shape[b]
-        if size == 1 or size == 0 and n != 0:
-            c = c.narrow(b, 0, min(size, 1)) if size else c
-            axes += [b] if size == 0 else []
-        elif c.stride(b) == 0 or bool((c.narrow(b, 0, 1) == c).all()):
+        if size == 0:
+            axes.append(b)
+        elif size == 1 or c.stride(b) == 0 or bool((c.narrow(b, 0, 1) == c).all()):
             c = c.narrow(b, 0, 1)
         else:
             axes.append(b)
@@ -155,19 +156,28 @@ def _take(x: Tensor, dim: int, c: Tensor) -> Tensor:
 
 
 def masked(e: Expression, mask: Tensor) -> Expression:
-    """e where mask else 0, without touching the values of e that are masked out."""
+    """E where mask else 0, without touching the values of e that are masked out."""
     operand = const_operand(mask)
     terms = []
     for t in e.terms:
-        ones = Const(operand.tensor.to(_dtype_of(t)), operand.axes)
-        terms.append(Term(t.coefficient, merge_operands((*t.operands, ones))))
+        terms.append(Term(t.coefficient, _masked_operands(t, operand)))
     constant = e.constant
     if isinstance(constant, Tensor):
         constant = torch.where(mask, constant, torch.zeros_like(constant))
     elif constant != 0.0:
         constant = torch.where(mask, constant, 0.0)
-    shape = tuple(torch.broadcast_shapes(e.shape, mask.shape))
+    shape = broadcast_shapes(e.shape, mask.shape)
     return Expression(shape, constant, tuple(terms))
+
+
+def _masked_operands(t: Term, mask: Const) -> tuple[Operand, ...]:
+    """The operands times the mask; a constant that it covers loses what is hidden (NaN too)."""
+    for i, o in enumerate(t.operands):
+        if isinstance(o, Const) and set(mask.axes) <= set(o.axes):
+            kept = torch.where(align(mask.tensor, mask.axes, o.axes), o.tensor, 0.0)
+            return (*t.operands[:i], Const(kept, o.axes), *t.operands[i + 1 :])
+    ones = Const(mask.tensor.to(_dtype_of(t)), mask.axes)
+    return merge_operands((*t.operands, ones))
 
 
 def _dtype_of(t: Term) -> torch.dtype:
@@ -178,7 +188,7 @@ def _dtype_of(t: Term) -> torch.dtype:
 
 
 def concatenate(parts: Sequence[Expression], dim: int, like: Tensor) -> Expression:
-    """cat along `dim`; `like` is the concatenated value (its shape, dtype and device).
+    """Cat along `dim`; `like` is the concatenated value (its shape, dtype and device).
 
     Every part is read at a clamped position and weighted by one inside its range, zero outside.
     """
@@ -191,6 +201,8 @@ def concatenate(parts: Sequence[Expression], dim: int, like: Tensor) -> Expressi
     view = [total if d == dim else 1 for d in range(ndim)]
     constants = []
     for e in parts:
+        if e.ndim != ndim and e.shape != (0,):  # torch lets an empty vector stand anywhere
+            raise ValueError("tensors of different ranks")
         size = e.shape[dim] if e.ndim == ndim else 0
         if size:
             constant = e.constant if isinstance(e.constant, Tensor) else like.new_tensor(e.constant)

@@ -54,19 +54,14 @@ def _add(out: Tensor, x: Any, y: Any, *, alpha: float = 1) -> Expression:
     return add(_operand(x, out), multiply(_operand(y, out), as_expression(float(alpha))))
 
 
-@register_rule("radd")
-def _radd(out: Tensor, x: Any, y: Any) -> Expression:
-    return add(_operand(x, out), _operand(y, out))
-
-
 @register_rule("sub", "subtract")
 def _sub(out: Tensor, x: Any, y: Any, *, alpha: float = 1) -> Expression:
     return add(_operand(x, out), multiply(_operand(y, out), as_expression(-float(alpha))))
 
 
 @register_rule("rsub")
-def _rsub(out: Tensor, x: Any, y: Any) -> Expression:
-    return add(_operand(y, out), negate(_operand(x, out)))
+def _rsub(out: Tensor, x: Any, y: Any, *, alpha: float = 1) -> Expression:
+    return _sub(out, y, x, alpha=alpha)
 
 
 @register_rule("neg", "negative")
@@ -74,12 +69,12 @@ def _neg(out: Tensor, x: Any) -> Expression:
     return negate(E(x))
 
 
-@register_rule("positive", "pos", "clone", "contiguous", "detach", "alias", "property_data")
+@register_rule("positive", "clone", "contiguous", "detach", "property_data")
 def _identity(out: Tensor, x: Any, *args: Any, **kwargs: Any) -> Expression:
     return E(x)
 
 
-@register_rule("to", "type_as", "double", "float", "half", "bfloat16", "cpu", "cuda")
+@register_rule("to", "type", "type_as", "double", "float", "half", "bfloat16", "cpu", "cuda")
 def _to(out: Tensor, x: Any, *args: Any, **kwargs: Any) -> Expression | None:
     source = plain(x)
     if source.dtype == out.dtype and source.device == out.device:
@@ -89,10 +84,11 @@ def _to(out: Tensor, x: Any, *args: Any, **kwargs: Any) -> Expression | None:
 
 def _converted(e: Expression, out: Tensor) -> Expression:
     """A conversion multiplies by one: the constants keep their type, the result takes the new one."""
-    return multiply(e, as_expression(torch.ones((1,) * max(e.ndim, 0), dtype=out.dtype)))
+    one = torch.ones((1,) * e.ndim, dtype=out.dtype, device=out.device)
+    return multiply(e, as_expression(one))
 
 
-@register_rule("mul", "multiply", "rmul")
+@register_rule("mul", "multiply")
 def _mul(out: Tensor, x: Any, y: Any) -> Expression:
     if x is y:
         return fn.power(E(x), 2.0)
@@ -118,7 +114,7 @@ def _pow(out: Tensor, x: Any, y: Any) -> Expression:
     if _constant(y):
         if not isinstance(y, Tensor):
             return fn.power(E(x), float(y))
-        if y.numel() == 1:
+        if y.numel() == 1 and not y.requires_grad:
             return expand(fn.power(E(x), float(y)), tuple(out.shape))
         return fn.link("pow", torch.pow, E(x), _operand(y, out))
     return fn.link("pow", torch.pow, _operand(x, out), E(y))
@@ -172,14 +168,9 @@ def _dims(x: Tensor, dim: Any) -> tuple[int, ...]:
     return (dim,) if isinstance(dim, int) else tuple(dim)
 
 
-@register_rule("sum", "nansum")
-def _sum(
-    out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, *rest: Any, **kwargs: Any
-) -> Expression:
-    if rest or isinstance(keepdim, tuple):  # x.sum(0, 1): dims as positional integers
-        dim, keepdim = (dim, keepdim, *rest), False
-    dims = _dims(plain(x), kwargs.pop("axis", dim))
-    kwargs.pop("dtype", None)
+@register_rule("sum")
+def _sum(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Expression:
+    dims = _dims(plain(x), kwargs.get("axis", dim))
     e = E(x)
     if _sums_to_one(e, dims):
         return expand(Expression((), 1.0), tuple(out.shape))
@@ -203,13 +194,14 @@ def _sums_to_one(e: Expression, dims: Sequence[int]) -> bool:
 
 @register_rule("mean")
 def _mean(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Expression:
-    dims = _dims(plain(x), kwargs.pop("axis", dim))
-    count = math.prod(plain(x).shape[d] for d in dims)
+    dims = _dims(plain(x), kwargs.get("axis", dim))
+    count = plain(x).numel() // max(out.numel(), 1)
     return multiply(sum_axes(E(x), dims, keepdim), as_expression(1.0 / count))
 
 
 @register_rule("cumsum")
-def _cumsum(out: Tensor, x: Any, dim: int, **kwargs: Any) -> Expression:
+def _cumsum(out: Tensor, x: Any, dim: int = 0, **kwargs: Any) -> Expression:
+    dim = kwargs.get("axis", dim)
     n = out.shape[dim]
     return _along(E(x), dim, torch.ones(n, n, dtype=out.dtype, device=out.device).tril())
 
@@ -241,11 +233,11 @@ def _contract(out: Tensor, x: Any, y: Any, xs: str, ys: str, zs: str) -> Express
     sizes: dict[str, int] = {}
     for e, names in ((a, na), (b, nb)):
         for size, name in zip(e.shape, names, strict=True):
-            sizes[name] = max(sizes.get(name, 1), size) if size else 0
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
     return einsum([(a, na), (b, nb)], batch + list(zs), sizes)
 
 
-@register_rule("matmul", "mm", "mv", "bmm", "dot", "vdot", "inner")
+@register_rule("matmul", "mm", "mv", "bmm", "dot", "vdot")
 def _matmul(out: Tensor, x: Any, y: Any) -> Expression | None:
     nx, ny = plain(x).ndim, plain(y).ndim
     if nx == 0 or ny == 0:
@@ -253,6 +245,13 @@ def _matmul(out: Tensor, x: Any, y: Any) -> Expression | None:
     xs = "k" if nx == 1 else "ik"
     ys = "k" if ny == 1 else "kj"
     return _contract(out, x, y, xs, ys, ("i" if nx > 1 else "") + ("j" if ny > 1 else ""))
+
+
+@register_rule("inner")
+def _inner(out: Tensor, x: Any, y: Any) -> Expression | None:
+    if plain(x).ndim == 0 or plain(y).ndim == 0:
+        return _mul(out, x, y)
+    return _tensordot(out, x, y, ([-1], [-1]))
 
 
 @register_rule("rmatmul")
@@ -311,7 +310,7 @@ def _einsum(out: Tensor, equation: Any, *operands: Any) -> Expression | None:
         if len(set(names)) != len(names):
             return None  # a repeated letter in one operand (a diagonal)
         for size, name in zip(e.shape, names, strict=True):
-            sizes[name] = max(sizes.get(name, 1), size)
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
         inputs.append((e, names))
     return einsum(inputs, _expand_ellipsis(right, widest, widest), sizes)
 
@@ -369,7 +368,8 @@ def _swapped(e: Expression, a: int, b: int) -> Expression:
 
 
 @register_rule("transpose", "swapaxes", "swapdims")
-def _transpose(out: Tensor, x: Any, a: int, b: int) -> Expression:
+def _transpose(out: Tensor, x: Any, *dims: int, **kwargs: int) -> Expression:
+    a, b = (*dims, *(kwargs[k] for k in sorted(kwargs)))  # dim0, dim1 or axis0, axis1
     return _swapped(E(x), a, b)
 
 
@@ -413,7 +413,8 @@ def _broadcast_tensors(out: Any, *tensors: Any) -> tuple[Expression, ...]:
 def _moved(name: str) -> Callable[..., Any]:
     def rule(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         method: Callable[..., Any] = _MOVES[name]
-        if any(isinstance(a, LatentTensor) for a in _flat((args, kwargs))):
+        latent_arguments = any(isinstance(a, LatentTensor) for a in _flat((args, kwargs)))
+        if latent_arguments and name not in ("view_as", "reshape_as"):  # those take only its shape
             return None
         e = E(x)
         if isinstance(out, tuple | list):
@@ -436,25 +437,28 @@ def _flat(x: Any) -> list[Any]:
 _MOVES: dict[str, Callable[..., Any]] = {
     "getitem": lambda t, index: t[index],
     "reshape": torch.Tensor.reshape,
-    "view": torch.Tensor.reshape,
+    "view": lambda t, *shape, size=None: t.reshape(*shape) if size is None else t.reshape(size),
     "view_as": lambda t, other: t.reshape(other.shape),
     "reshape_as": lambda t, other: t.reshape(other.shape),
     "property_real": lambda t: t,
     **{
         name: getattr(torch.Tensor, name)
-        for name in (
-            "flatten unflatten squeeze movedim moveaxis ravel select narrow index_select gather "
-            "masked_select take repeat repeat_interleave tile flip fliplr flipud roll rot90 "
-            "diagonal split chunk unbind unfold tensor_split split_with_sizes hsplit vsplit "
-            "as_strided_never"
-        ).split()
-        if hasattr(torch.Tensor, name)
+        for name in [
+            "flatten", "unflatten", "squeeze", "movedim", "moveaxis", "ravel", "select", "narrow",
+            "index_select", "gather", "masked_select", "take", "repeat", "repeat_interleave", "tile",
+            "flip", "fliplr", "flipud", "roll", "rot90", "diagonal", "split", "chunk", "unbind",
+            "unfold", "tensor_split", "split_with_sizes", "hsplit", "vsplit",
+        ]
     },
-    "take_along_dim": torch.take_along_dim,
+    "take_along_dim": lambda t, indices, dim=None: (
+        t.reshape(-1)[indices.reshape(-1)]
+        if dim is None
+        else torch.take_along_dim(t, indices, dim)
+    ),
     "atleast_1d": torch.atleast_1d,
     "atleast_2d": torch.atleast_2d,
     "atleast_3d": torch.atleast_3d,
-}
+}  # fmt: skip
 for _key in _MOVES:
     register_rule(_key)(_moved(_key))
 
@@ -474,7 +478,8 @@ def _stack(out: Tensor, tensors: Any, dim: int = 0, **kwargs: Any) -> Expression
 
 @register_rule("hstack")
 def _hstack(out: Tensor, tensors: Any) -> Expression:
-    return concatenate([_operand(x, out) for x in tensors], 0 if out.ndim == 1 else 1, out)
+    parts = [move(_operand(x, out), torch.atleast_1d) for x in tensors]
+    return concatenate(parts, 0 if out.ndim == 1 else 1, out)
 
 
 @register_rule("vstack", "row_stack")
@@ -529,6 +534,25 @@ def _masked_fill(out: Tensor, x: Any, mask: Any, value: Any) -> Expression | Non
     return add(masked(E(x), ~mask), masked(_operand(value, out), mask))
 
 
+@register_rule("setitem")
+def _setitem(out: Tensor, x: Any, index: Any, value: Any) -> Expression | None:
+    """x[index] = value: the cells written read the value, the others keep what they had."""
+    if any(isinstance(i, LatentTensor) for i in _flat(index)):
+        return None
+    cells = torch.arange(out.numel(), device=out.device).reshape(out.shape)[index]
+    source = torch.full((out.numel(),), -1, device=out.device)
+    source[cells.reshape(-1)] = torch.arange(cells.numel(), device=out.device)
+    source = source.reshape(out.shape)  # which element of the value each cell reads
+    written = source >= 0
+    if not cells.numel():
+        return E(x)
+    put = expand(_operand(value, out), tuple(cells.shape))
+    if put.ndim > cells.ndim:
+        return None
+    moved = move(put, lambda t: t.reshape(-1)[source.clamp(min=0)])
+    return add(masked(E(x), ~written), masked(moved, written))
+
+
 @register_rule("diag_embed", "diag")
 def _diag(out: Tensor, x: Any, diagonal: int = 0, *rest: Any) -> Expression | None:
     e = E(x)
@@ -542,7 +566,7 @@ def _diag(out: Tensor, x: Any, diagonal: int = 0, *rest: Any) -> Expression | No
 # --- elementwise functions -------------------------------------------------------------------------
 
 
-@register_rule("exp", "special_exp")
+@register_rule("exp")
 def _exp(out: Tensor, x: Any) -> Expression:
     return fn.exp(E(x))
 
@@ -570,11 +594,21 @@ def _sigmoid(out: Tensor, x: Any) -> Expression:
     return fn.sigmoid(E(x))
 
 
-@register_rule("clamp", "clip", "clamp_min", "clamp_max")
-def _clamp(out: Tensor, x: Any, *args: Any, **kwargs: Any) -> Expression | None:
-    if any(isinstance(a, Tensor) for a in _flat((args, kwargs))):
+@register_rule("clamp", "clip")
+def _clamp(out: Tensor, x: Any, min: Any = None, max: Any = None) -> Expression | None:
+    if isinstance(min, Tensor) or isinstance(max, Tensor):
         return None
-    return fn.link("clamp", _Curried(torch.clamp, args, kwargs), E(x))
+    return fn.link("clamp", _Curried(torch.clamp, (min, max), {}), E(x))
+
+
+@register_rule("clamp_min")
+def _clamp_min(out: Tensor, x: Any, min: Any) -> Expression | None:
+    return _clamp(out, x, min=min)
+
+
+@register_rule("clamp_max")
+def _clamp_max(out: Tensor, x: Any, max: Any) -> Expression | None:
+    return _clamp(out, x, max=max)
 
 
 class _Curried:
@@ -589,6 +623,9 @@ class _Curried:
         return self.function(x, *self.args, **self.kwargs)
 
 
+_F = torch.nn.functional
+
+
 def _unary(name: str, function: Callable[..., Tensor]) -> None:
     def rule(out: Tensor, x: Any, *args: Any, **kwargs: Any) -> Expression | None:
         if any(isinstance(a, Tensor) for a in _flat((args, kwargs))):
@@ -597,10 +634,12 @@ def _unary(name: str, function: Callable[..., Tensor]) -> None:
         f = _Curried(function, args, kwargs) if args or kwargs else function
         return fn.link(name, f, E(x))
 
-    register_rule(name, f"special_{name}")(rule)
+    if any(hasattr(space, name) for space in (torch, torch.Tensor, _F)):
+        register_rule(name)(rule)
+    if hasattr(torch.special, name):
+        register_rule(f"special_{name}")(rule)
 
 
-_F = torch.nn.functional
 for _unary_name, _function in {
     "softplus": _F.softplus, "tanh": torch.tanh, "relu": torch.relu, "sin": torch.sin,
     "cos": torch.cos, "erf": torch.erf, "erfc": torch.erfc, "ndtr": torch.special.ndtr,
@@ -615,7 +654,7 @@ for _unary_name, _function in {
     _unary(_unary_name, _function)
 
 
-@register_rule("log_sigmoid", "logsigmoid")
+@register_rule("log_sigmoid")
 def _logsigmoid(out: Tensor, x: Any) -> Expression:
     return fn.link("logsigmoid", _F.logsigmoid, E(x))
 

@@ -9,8 +9,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.latent import plain
-from pyro_cvi.densities.registry import density
+from pyro_cvi.algebra.latent import LatentTensor, plain
+from pyro_cvi.densities.registry import density, x_log_y
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -48,7 +48,7 @@ def multivariate_normal(d: Any, x: Tensor) -> Tensor:
 def _gamma(x: Tensor, concentration: Tensor, rate: Tensor) -> Tensor:
     return (
         concentration * rate.log()
-        + (concentration - 1) * x.log()
+        + x_log_y(concentration - 1, x)
         - rate * x
         - torch.lgamma(concentration)
     )
@@ -82,7 +82,7 @@ def beta(d: Any, x: Tensor) -> Tensor:
     """(a - 1) log x + (b - 1) log(1 - x) - log B(a, b)."""
     a, b = d.concentration1, d.concentration0
     log_b = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-    return (a - 1) * x.log() + (b - 1) * torch.log1p(-x) - log_b
+    return x_log_y(a - 1, x) + x_log_y(b - 1, 1 - x) - log_b
 
 
 @density(torch.distributions.Dirichlet)
@@ -90,11 +90,14 @@ def dirichlet(d: Any, x: Tensor) -> Tensor:
     """sum_k (a_k - 1) log x_k - log B(a)."""
     a = d.concentration
     log_b = torch.lgamma(a).sum(-1) - torch.lgamma(a.sum(-1))
-    return ((a - 1) * x.log()).sum(-1) - log_b
+    return x_log_y(a - 1, x).sum(-1) - log_b
 
 
 @density(dist.Delta)
 def delta(d: Any, x: Tensor) -> Tensor:
-    """The density that the Delta carries; its value is where it says."""
+    """The density that the Delta carries at its point; a latent value is always there."""
     value: Tensor = d.log_density.expand(d.batch_shape)
-    return value
+    if isinstance(x, LatentTensor) or isinstance(d.v, LatentTensor):
+        return value
+    here = (x == d.v).to(plain(value).dtype).log()
+    return value + here.sum(tuple(range(-d.event_dim, 0))) if d.event_dim else value + here

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pyro_cvi.algebra.functions import clamp_link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, plain
-from pyro_cvi.densities.registry import density, is_probs
+from pyro_cvi.densities.registry import density, is_probs, x_log_y
+from pyro_cvi.linalg import broadcast_shapes
 
 softplus = torch.nn.functional.softplus
 logsigmoid = torch.nn.functional.logsigmoid
@@ -72,7 +73,7 @@ def _log_probs(d: Any) -> Tensor:
     """log of normalised probabilities over the last axis."""
     if is_probs(d):
         p: Tensor = d.probs
-        return p.log()
+        return p.log() if isinstance(p, LatentTensor) else _guarded(p).log()
     logits: Tensor = d.logits
     return logits
 
@@ -82,7 +83,7 @@ def categorical(d: Any, x: Tensor) -> Tensor:
     """log p_x."""
     log_p = _log_probs(d)
     x = x.long()
-    shape = torch.broadcast_shapes(x.shape, plain(log_p).shape[:-1])
+    shape = broadcast_shapes(x.shape, plain(log_p).shape[:-1])
     index = x.expand(shape).unsqueeze(-1)
     wide = log_p.expand(*shape, plain(log_p).shape[-1])
     return torch.take_along_dim(wide, index, -1).squeeze(-1)
@@ -104,4 +105,4 @@ def multinomial(d: Any, x: Tensor) -> Tensor:
 @density(torch.distributions.Poisson)
 def poisson(d: Any, x: Tensor) -> Tensor:
     """x log b - b - log x!."""
-    return x * d.rate.log() - d.rate - torch.lgamma(x + 1)
+    return x_log_y(x, d.rate) - d.rate - torch.lgamma(x + 1)

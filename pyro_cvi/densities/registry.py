@@ -16,6 +16,7 @@ from pyro_cvi.algebra.evaluate import OpaqueError
 from pyro_cvi.algebra.expression import opaque
 from pyro_cvi.algebra.functions import link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, latents_in, plain
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["density", "log_density", "registered_densities"]
 
@@ -82,15 +83,25 @@ def log_density(d: Any, x: Tensor) -> Tensor:
     rule = _lookup(type(d))
     if rule is not None:
         value = rule(d, x)
-        return value.expand(torch.broadcast_shapes(value.shape, d.batch_shape))
+        return value.expand(broadcast_shapes(value.shape, d.batch_shape))
     return _without_rule(d, x)
 
 
 def _lookup(cls: type) -> DensityRule | None:
+    """The rule of the nearest base, unless a class below that base has a log_prob of its own."""
     for base in cls.__mro__:
         if base in _RULES:
             return _RULES[base]
+        if "log_prob" in base.__dict__ and base.__module__ != "pyro.distributions.torch":
+            return None  # Pyro's versions of torch's distributions keep the density
     return None
+
+
+def x_log_y(x: Tensor, y: Tensor) -> Tensor:
+    """x log y, and zero where x is: at the boundary of a support as torch has it."""
+    if isinstance(x, LatentTensor) or isinstance(y, LatentTensor):
+        return x * y.log()
+    return torch.xlogy(x, y)
 
 
 class _LogProb:
@@ -111,8 +122,9 @@ def _without_rule(d: Any, x: Tensor) -> Tensor:
     value = plain(_plain_log_prob(d, x))
     if names is not None and d.event_dim == 0:
         function = _LogProb(type(d), names)
-        e = link(type(d).__name__, function, *(expression_of(v) for v in (x, *parameters)))
-        return LatentTensor.make(value, e) if e.sites else value
+        if torch.equal(function(plain(x), *plain(parameters)).expand(value.shape), value):
+            e = link(type(d).__name__, function, *(expression_of(v) for v in (x, *parameters)))
+            return LatentTensor.make(value, e) if e.sites else value
     sites = frozenset().union(*(v.expression.sites for v in latents_in([x, *d.__dict__.values()])))
     if not sites:
         sites = _sites_inside(d)

@@ -28,10 +28,11 @@ from pyro_cvi.algebra.expression import (
     Stat,
     Statistic,
     Term,
+    align,
     contract,
     fresh_label,
 )
-from pyro_cvi.estimators.moments import Moments, Structure
+from pyro_cvi.estimators.moments import Moments, Pool, Structure
 from pyro_cvi.gaussians import Layout, row_quadratic
 
 __all__ = ["Affine", "NotAffine", "compile_affine", "covariance", "flatten", "read_loc"]
@@ -39,6 +40,8 @@ __all__ = ["Affine", "NotAffine", "compile_affine", "covariance", "flatten", "re
 _DESIGN_LIMIT = 1 << 25
 """Largest design matrix, in scalars, that is built when the user's tensors are not one already."""
 _MASK_LIMIT = 1 << 24
+_POOL_LIMIT = 1 << 14
+"""A design of fewer scalars, over the whole block, is stacked with others of its block."""
 
 
 class NotAffine(ValueError):
@@ -156,8 +159,29 @@ class Design:
     columns: Tensor
     start: int | None
     axes: Axes
+    pool: Pool | None = None
+    slot: int = 0
+
+    def pooled(self, structure: Structure) -> Design:
+        """The same design, stacked with the block's other small ones where that is cheaper."""
+        rows = self.matrix.numel() // max(self.matrix.shape[-1], 1)
+        width = structure.layout[self.block].width
+        if self.matrix.requires_grad or rows * width > _POOL_LIMIT:
+            return self
+        pool = structure.pool(self.block)
+        flat = self.coefficient * self.matrix.reshape(rows, -1)
+        return replace(self, pool=pool, slot=pool.add(flat, self.columns))
+
+    def _from_pool(self, stacked: Tensor) -> Tensor:
+        shape = self.matrix.shape[:-1]
+        return stacked.narrow(0, self.slot, math.prod(shape)).reshape(shape)
+
+    def dense(self) -> Design:
+        return self
 
     def loc(self, moments: Moments) -> Tensor:
+        if self.pool is not None:
+            return self._from_pool(moments.pooled(self.pool)[0])
         loc = moments.gaussian[self.block][0].reshape(-1)
         part = (
             loc[self.columns]
@@ -174,9 +198,37 @@ class Design:
         return cov if n == cov.shape[0] else cov.narrow(0, self.start, n).narrow(1, self.start, n)
 
     def variance(self, moments: Moments) -> Tensor:
+        if self.pool is not None:
+            return self._from_pool(moments.pooled(self.pool)[1])
         matrix = self.matrix.reshape(-1, self.matrix.shape[-1])
         v = row_quadratic(matrix, self.cov(moments))
         return self.coefficient**2 * v.reshape(self.matrix.shape[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """weight * z[columns] of one block, one scalar a cell: only marginal variances are read."""
+
+    block: str
+    weight: Tensor | float
+    columns: Tensor
+    axes: Axes
+
+    def loc(self, moments: Moments) -> Tensor:
+        return self.weight * moments.gaussian[self.block][0].reshape(-1)[self.columns]
+
+    def variance(self, moments: Moments) -> Tensor:
+        return self.weight * self.weight * moments.diagonal(self.block)[self.columns]
+
+    def dense(self) -> Design:
+        """The same as a design matrix, for covariances with another expression."""
+        columns = torch.unique(self.columns)
+        weight = torch.as_tensor(self.weight)
+        where = torch.searchsorted(columns, self.columns)
+        hot = where.unsqueeze(-1) == torch.arange(len(columns), device=columns.device)
+        dtype = weight.dtype if isinstance(self.weight, Tensor) else torch.get_default_dtype()
+        matrix = hot.to(dtype) * weight.unsqueeze(-1)
+        return Design(self.block, 1.0, matrix, columns, _consecutive(columns), self.axes)
 
 
 class Affine:
@@ -188,10 +240,12 @@ class Affine:
         self.expression, self.structure = flat, structure
         self.ndim = e.ndim
         self.blocks = frozenset(structure.block[s] for s in flat.sites)
-        self.designs: list[Design] = []
+        self.designs: list[Design | Selection] = []
         self.terms: list[Term] = []
         by_block: dict[str, list[Term]] = {}
         for t in flat.terms:
+            if _is_empty_sum(t):
+                continue
             names = [structure.block[o.site.name] for o in t.operands if isinstance(o, Stat)]
             dense = len(names) == 1 and structure.layout[names[0]].count == 1
             if dense:
@@ -200,7 +254,7 @@ class Affine:
                 self.terms.append(t)
         for block, terms in by_block.items():
             mixed = any(block in _blocks(t, structure) for t in self.terms)
-            design = None if mixed else _design(terms, structure.layout[block], block)
+            design = None if mixed else _design(terms, structure, block)
             if design is None:
                 self.terms += terms
             else:
@@ -274,7 +328,8 @@ class Covariance:
             total = pair(moments, self.ndim) + total
         return total
 
-    def _design_pair(self, x: Design, y: Design, moments: Moments) -> Tensor:
+    def _design_pair(self, x: Design | Selection, y: Design | Selection, moments: Moments) -> Tensor:
+        x, y = x.dense(), y.dense()
         cov = moments.gaussian[x.block][1][0][x.columns[:, None], y.columns]
         k, j = fresh_label(), fresh_label()
         pieces = [(x.matrix.to(cov.dtype), (*x.axes, k)), (cov, (k, j))]
@@ -294,6 +349,11 @@ def contract_to(pieces: Sequence[tuple[Tensor, Axes]], target: Axes | None) -> T
         flat += [tensor, [names[a] for a in axes]]
     result: Tensor = torch.einsum(*flat, [names[a] for a in target])
     return result
+
+
+def _is_empty_sum(t: Term) -> bool:
+    """A sum over an axis without elements is zero."""
+    return any(n == 0 and a > 0 for o in t.operands for a, n in zip(o.axes, o.shape, strict=True))
 
 
 def _blocks(t: Term, structure: Structure) -> set[str]:
@@ -316,12 +376,13 @@ class _TermMean:
         return self.coefficient * contract(pieces, ndim)
 
 
-def _design(terms: list[Term], layout: Layout, block: str) -> Design | None:
+def _design(terms: list[Term], structure: Structure, block: str) -> Design | Selection | None:
     """The terms of one dense block as one matrix, or None where that matrix would be too large."""
+    layout = structure.layout[block]
     if len(terms) == 1:
-        ready = _ready_design(terms[0], layout, block)
+        ready = _selection(terms[0], layout, block) or _ready_design(terms[0], layout, block)
         if ready is not None:
-            return ready
+            return ready.pooled(structure) if isinstance(ready, Design) else ready
     sizes: dict[int, int] = {}
     reads = []
     for t in terms:
@@ -340,10 +401,29 @@ def _design(terms: list[Term], layout: Layout, block: str) -> Design | None:
         part = _scatter(t, stat, column, cells, shape, columns.numel())
         matrix = part if matrix is None else matrix + part
     assert matrix is not None
-    return Design(block, 1.0, matrix, columns, _consecutive(columns), cells)
+    whole = Design(block, 1.0, matrix, columns, _consecutive(columns), cells)
+    return whole.pooled(structure)
+
+
+def _selection(t: Term, layout: Layout, block: str) -> Selection | None:
+    """A term that reads one scalar a cell."""
+    if t.contracted:
+        return None
+    (stat,) = [o for o in t.operands if isinstance(o, Stat)]
+    axes = tuple(sorted(t.labels))
+    columns = align(layout.flat(stat.site.name)[stat.index], stat.axes, axes)
+    weight: Tensor | float = t.coefficient
+    for o in t.operands:
+        if isinstance(o, Const):
+            weight = weight * align(o.tensor, o.axes, axes)
+    if isinstance(weight, Tensor):
+        columns, weight = torch.broadcast_tensors(columns, weight)
+    return Selection(block, weight, columns, axes)
 
 
 def _consecutive(columns: Tensor) -> int | None:
+    if columns.numel() == 0:
+        return 0
     start = int(columns[0])
     steps = torch.arange(start, start + columns.numel(), device=columns.device)
     return start if bool((columns == steps).all()) else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.expression import Stat, Statistic
 from pyro_cvi.families import AbstractFamily
-from pyro_cvi.gaussians import Layout
+from pyro_cvi.gaussians import Layout, row_quadratic
 
-__all__ = ["Moments", "Structure", "statistic_position"]
+__all__ = ["Moments", "Pool", "Structure", "statistic_position"]
 
 _STATISTIC = {
     "identity": Statistic(),
@@ -28,6 +29,34 @@ def statistic_position(family: AbstractFamily, statistic: Statistic) -> int | No
     return None
 
 
+class Pool:
+    """The small designs of one dense block, stacked: one product serves a thousand small factors.
+
+    Without it every factor's gradient is a d x d matrix of its own.
+    """
+
+    def __init__(self, block: str, width: int) -> None:
+        self.block, self.width = block, width
+        self._rows: list[Tensor] = []
+        self._count = 0
+
+    def add(self, matrix: Tensor, columns: Tensor) -> int:
+        """Stack the rows of `matrix` (n, len(columns)); returns where they start."""
+        wide = matrix.new_zeros(matrix.shape[0], self.width)
+        wide[:, columns] = matrix
+        start = self._count
+        self._rows.append(wide)
+        self._count += matrix.shape[0]
+        return start
+
+    @property
+    def matrix(self) -> Tensor:
+        """All rows, (n, d)."""
+        if len(self._rows) > 1:
+            self._rows = [torch.cat(self._rows)]
+        return self._rows[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Structure:
     """The posterior's shape: each site's family and block, and the layout of each Gaussian block."""
@@ -35,6 +64,15 @@ class Structure:
     family: dict[str, AbstractFamily]
     block: dict[str, str]
     layout: dict[str, Layout]
+    pools: dict[str, Pool] = field(default_factory=dict)
+
+    def fresh(self) -> Structure:
+        """The same structure with empty pools, for another compilation."""
+        return replace(self, pools={})
+
+    def pool(self, block: str) -> Pool:
+        """The pool of a dense block."""
+        return self.pools.setdefault(block, Pool(block, self.layout[block].width))
 
     def is_gaussian(self, site: str) -> bool:
         return self.block[site] in self.layout
@@ -49,6 +87,23 @@ class Moments:
 
     gaussian: dict[str, tuple[Tensor, Tensor]]
     other: dict[str, tuple[Tensor, ...]]
+    _pooled: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _diagonal: dict[str, Tensor] = field(default_factory=dict)
+
+    def pooled(self, pool: Pool) -> tuple[Tensor, Tensor]:
+        """A m and diag(A V A^T) for the stacked rows of a pool; computed once."""
+        if pool.block not in self._pooled:
+            loc, cov = self.gaussian[pool.block]
+            matrix = pool.matrix.to(loc.dtype)
+            self._pooled[pool.block] = (matrix @ loc[0], row_quadratic(matrix, cov[0]))
+        return self._pooled[pool.block]
+
+    def diagonal(self, block: str) -> Tensor:
+        """Marginal variances of a block, flattened as (element, position); computed once."""
+        if block not in self._diagonal:
+            cov = self.gaussian[block][1]
+            self._diagonal[block] = cov.diagonal(dim1=-2, dim2=-1).reshape(-1)
+        return self._diagonal[block]
 
     def read(self, stat: Stat, position: int) -> Tensor:
         """E_q of a statistic of a site outside the Gaussian blocks, cell by cell."""

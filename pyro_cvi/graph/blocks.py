@@ -21,7 +21,7 @@ from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
 from pyro_cvi.graph.symbolic import Factor, Latent
 
-__all__ = ["GaussianBlock", "gaussian_blocks"]
+__all__ = ["GaussianBlock", "gaussian_blocks", "multiplied_sites"]
 
 Coupling = list[Stat]
 
@@ -119,6 +119,11 @@ def _apart(factors: Sequence[Factor]) -> set[frozenset[str]]:
                     if x != y:
                         pairs.add(frozenset((x, y)))
     return pairs
+
+
+def multiplied_sites(factors: Sequence[Factor]) -> frozenset[str]:
+    """Sites that multiply another site inside a sum: zero for both is a saddle of the ELBO."""
+    return frozenset().union(*_apart(factors))
 
 
 def _factor_sites(t: Term) -> list[frozenset[str]]:
@@ -227,7 +232,11 @@ def _components(
         start += math.prod(s)
     joint = []
     for c in couplings:
-        reads = [(s.index + offset[s.site.name], s.axes) for s in c if s.site.name in shapes]
+        reads = [
+            (s.index + offset[s.site.name], s.axes)
+            for s in c
+            if s.site.name in shapes and s.index.numel()
+        ]
         if reads:
             cells = tuple(sorted({a for _, axes in reads for a in axes if a < 0}))
             joint.append((cells, reads))

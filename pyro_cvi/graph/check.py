@@ -7,7 +7,7 @@ The same run gives the fingerprint by which a later step knows that model and da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import opaque
-from pyro_cvi.graph.symbolic import Factor, Symbolic, is_factor_site
+from pyro_cvi.graph.symbolic import NO_GRADIENT, Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = ["checked", "factor_values", "fingerprint"]
 
@@ -30,10 +30,13 @@ def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
     for name, site in trace.nodes.items():
         if is_factor_site(site):
             with torch.no_grad():
-                fn = site["fn"]
-                values[name] = (
-                    fn.log_factor if hasattr(fn, "log_factor") else fn.log_prob(site["value"])
-                )
+                fn, value = site["fn"], site["value"]
+                if hasattr(fn, "log_factor"):
+                    values[name] = fn.log_factor
+                    continue
+                if site["is_observed"] and isinstance(site["mask"], Tensor):
+                    value = fill_masked(value, site["mask"], fn.event_dim)
+                values[name] = fn.log_prob(value)
     return values
 
 
@@ -63,34 +66,55 @@ def _summary(x: Any) -> Any:
     return (tuple(x.shape), float((x.detach().reshape(-1).to(torch.float64) * weights).sum()))
 
 
-def checked(symbolic: Symbolic, trace: poutine.Trace, values: Mapping[str, Tensor]) -> Symbolic:
-    """The run with every factor that fails the check made opaque in its upstream sites."""
-    point = {n: trace.nodes[n]["value"] for n in symbolic.latents}
-    factors = [
-        _check(f, symbolic, trace.nodes[f.name], point, values[f.name]) for f in symbolic.factors
-    ]
+def checked(
+    symbolic: Symbolic, runs: Sequence[poutine.Trace], values: Sequence[Mapping[str, Tensor]]
+) -> Symbolic:
+    """The symbolic run with every factor that fails the check made opaque in its upstream sites.
+
+    `runs` are plain runs at random points ever closer to the prior's mean: far out a density may
+    overflow or be clamped (probabilities of one), so agreement at one of the points is enough. A lost
+    dependence disagrees at all of them.
+    """
+    factors = []
+    for f in symbolic.factors:
+        agrees = any(
+            _agrees(f, symbolic, run.nodes[f.name], _point(symbolic, run), real[f.name])
+            for run, real in zip(runs, values, strict=True)
+        )
+        factors.append(f if agrees else _made_opaque(f, symbolic))
     return replace(symbolic, factors=factors)
 
 
-def _check(
+def _point(symbolic: Symbolic, run: poutine.Trace) -> dict[str, Tensor]:
+    return {n: run.nodes[n]["value"] for n in symbolic.latents}
+
+
+def _agrees(
     f: Factor, symbolic: Symbolic, site: Any, point: Mapping[str, Tensor], real: Tensor
-) -> Factor:
+) -> bool:
     try:
         with torch.no_grad():
             mine = evaluate(f.expression, point_reader(dict(point))).expand(f.expression.shape)
             mine = _branch(mine, f, symbolic, point, real)
     except OpaqueError:
-        return f  # what is opaque is sampled: there is no claim to check
-    if _agree(mine, real, site["mask"] if f.observed else None):
-        return f
+        return True  # what is opaque is sampled: there is no claim to check
+    return _agree(mine, real, site["mask"] if f.observed else None)
+
+
+def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:
     upstream = symbolic.order[: symbolic.order.index(f.name) + 1]
-    sites = [n for n in upstream if n in symbolic.latents]
+    sites = [
+        n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None
+    ]
     reason = "the self-check found a dependence that torch operations did not show"
     written = [n for n in sites if n in symbolic.recorder.written]
     if written:
-        reason += f" (a write into a tensor by {symbolic.recorder.written[written[0]]})"
+        how = symbolic.recorder.written[written[0]]
+        reason = f"the self-check found that '{written[0]}' was written into a tensor by {how}"
+    else:
+        reason = f"{reason}, {NO_GRADIENT}"
     e = opaque(sites, reason, f.expression.shape)
-    return replace(f, expression=e, enumerated=(), forced=dict.fromkeys(sites, reason))
+    return replace(f, expression=e, forced={**dict.fromkeys(sites, reason), **f.forced})
 
 
 def _branch(

@@ -46,6 +46,7 @@ class Evaluator:
         self._version = dict.fromkeys(self.beliefs, 0)
         self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
+        self._moments: tuple[Moments, dict[str, Tensor]] | None = None
         self._factors = {
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }
@@ -56,6 +57,7 @@ class Evaluator:
         self.beliefs[block] = belief
         self.leaves[block] = belief.leaves()
         self._version[block] = self._count
+        self._moments = None
 
     def factor(self, f: CompiledFactor) -> Tensor:
         """E_q[log p] of a factor, with the graph to the leaves of all blocks it touches."""
@@ -63,8 +65,9 @@ class Evaluator:
         cached = self._cache.get(f.name)
         if cached is None or cached[0] != key:
             with torch.enable_grad():
-                moments, probabilities = moments_of(self.plan, self.leaves)
-                cached = (key, f(moments, probabilities))
+                if self._moments is None:
+                    self._moments = moments_of(self.plan, self.leaves)
+                cached = (key, f(*self._moments))
             self._cache[f.name] = cached
         return cached[1]
 
@@ -81,6 +84,7 @@ class Evaluator:
         """Undo `set`."""
         self.beliefs[block], self.leaves[block] = belief, leaves
         self._version[block] = version
+        self._moments = None
         self._cache.update(cache)
 
     def local(self, block: Block) -> Tensor:

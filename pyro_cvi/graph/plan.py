@@ -16,8 +16,9 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
 from pyro_cvi.families import GAUSSIAN, AbstractFamily
 from pyro_cvi.gaussians import Layout
-from pyro_cvi.graph.blocks import gaussian_blocks
+from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
 from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_plan", "make_structure"]
 
@@ -67,7 +68,7 @@ class CompiledFactor:
             weight = weight * p.reshape(p.shape[0], *([1] * lead), *p.shape[1:])
         if isinstance(weight, Tensor):
             value = value * weight
-            shape = tuple(torch.broadcast_shapes(shape, weight.shape))
+            shape = broadcast_shapes(shape, weight.shape)
             return value.expand(shape).sum()
         total = value.expand(shape).sum()
         return total if weight == 1.0 else total * weight
@@ -75,7 +76,10 @@ class CompiledFactor:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks in update order, factors, and the structure of the posterior."""
+    """Blocks in update order, factors, and the structure of the posterior.
+
+    `scattered` sites start at a draw from the prior, for their prior mean may be a saddle.
+    """
 
     latents: dict[str, Latent]
     blocks: tuple[Block, ...]
@@ -83,6 +87,7 @@ class Plan:
     structure: Structure
     stochastic: bool
     learns: bool
+    scattered: frozenset[str] = frozenset()
 
     def factors_of(self, block: str) -> list[CompiledFactor]:
         return [f for f in self.factors if block in f.blocks]
@@ -101,7 +106,7 @@ class Plan:
         )
 
     def sampled_sites(self) -> frozenset[str]:
-        return frozenset().union(*(f.sampled for f in self.factors))
+        return _sampled(self.factors)
 
 
 def make_structure(symbolic: Symbolic, max_dense_dim: int) -> tuple[tuple[Block, ...], Structure]:
@@ -164,10 +169,22 @@ def make_plan(
     if previous is None:
         blocks, structure = make_structure(symbolic, max_dense_dim)
     else:
-        blocks, structure = previous.blocks, previous.structure
+        blocks, structure = previous.blocks, previous.structure.fresh()
     factors = compile_factors(symbolic, structure)
     _check_factors(symbolic, factors)
-    return Plan(symbolic.latents, blocks, tuple(factors), structure, stochastic, _learns(symbolic))
+    return Plan(
+        symbolic.latents,
+        blocks,
+        tuple(factors),
+        structure,
+        stochastic,
+        _learns(symbolic),
+        multiplied_sites(symbolic.factors) | _sampled(factors),
+    )
+
+
+def _sampled(factors: Sequence[CompiledFactor]) -> frozenset[str]:
+    return frozenset().union(*(f.sampled for f in factors))
 
 
 def _check_factors(symbolic: Symbolic, factors: Sequence[CompiledFactor]) -> None:

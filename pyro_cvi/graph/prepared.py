@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -15,6 +16,7 @@ from pyro_cvi.graph.check import checked, factor_values, fingerprint
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Latent,
+    Symbolic,
     describe_latents,
     is_factor_site,
     plain_trace,
@@ -25,6 +27,7 @@ from pyro_cvi.graph.symbolic import (
 __all__ = ["Prepared", "prepare"]
 
 Model = Callable[..., Any]
+_SHRINK = (0.1, 0.01)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +85,38 @@ def prepare(
     symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample)
     fresh = plain_trace(model, args, kwargs, subsample)
     values = factor_values(fresh)
+    _check_batch(fresh, values)
     point = {n: fresh.nodes[n]["value"] for n in latents}
-    symbolic = checked(symbolic, fresh, values)
+    runs, all_values = [fresh], [values]
+    symbolic_checked = checked(symbolic, runs, all_values)
+    for shrink in _SHRINK:
+        if symbolic_checked is symbolic or not _made_opaque(symbolic, symbolic_checked):
+            break
+        closer = {n: _towards_mean(latents[n], v, shrink) for n, v in point.items()}
+        runs.append(plain_trace(model, args, kwargs, {**subsample, **closer}))
+        all_values.append(factor_values(runs[-1]))
+        symbolic_checked = checked(symbolic, runs, all_values)
+    symbolic = symbolic_checked
     before = None if previous is None else previous.plan
     plan = make_plan(symbolic, max_dense_dim, before, stochastic=_is_subsampled(trace))
     key = fingerprint(fresh, values)
     return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace)
+
+
+def _made_opaque(before: Symbolic, after: Symbolic) -> bool:
+    return any(a is not b for a, b in zip(before.factors, after.factors, strict=True))
+
+
+def _towards_mean(latent: Latent, value: Tensor, shrink: float) -> Tensor:
+    """A point near the prior's mean, for sites whose support is convex."""
+    if latent.enum_dim is not None:
+        return value
+    try:
+        mean = latent.prior.mean
+    except (NotImplementedError, AttributeError):
+        return value
+    moved = mean + shrink * (value - mean)
+    return torch.where(moved.isfinite(), moved, value)
 
 
 def _is_subsampled(trace: poutine.Trace) -> bool:
@@ -156,6 +185,28 @@ def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
                 "drop these rows, or mask them with poutine.mask or obs_mask",
             )
         )
+
+
+def _check_batch(trace: poutine.Trace, values: Mapping[str, Tensor]) -> None:
+    """Batch dims outside of plates: the density would be summed over them by accident."""
+    if not pyro.settings.get("validate_infer"):
+        return
+    for name, site in trace.nodes.items():
+        if not is_factor_site(site):
+            continue
+        shape = tuple(values[name].shape)
+        declared = {f.dim for f in site["cond_indep_stack"] if f.vectorized}
+        extra = [d for d in range(-len(shape), 0) if shape[d] > 1 and d not in declared]
+        if extra and not hasattr(site["fn"], "log_factor"):
+            raise CVIError(
+                message(
+                    f"site '{name}'",
+                    f"a log density of shape {shape}, of which dim {extra[0]} is in no plate",
+                    "every batch dim declared by pyro.plate, or made part of the event",
+                    f"put the statement in `with pyro.plate('data', {shape[extra[0]]}):`, or add "
+                    f".to_event({-extra[0]}) to its distribution",
+                )
+            )
 
 
 def _check_plates(latents: Mapping[str, Latent]) -> None:

@@ -21,11 +21,15 @@ from torch import Tensor
 
 from pyro_cvi.graph.evaluator import Evaluator, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
-from pyro_cvi.graph.symbolic import run_symbolic
+from pyro_cvi.graph.symbolic import NO_GRADIENT, run_symbolic
 from pyro_cvi.linalg import matvec, symmetrise
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["Estimate", "Sampler", "draw", "scatter"]
+
+
+_FULL_ROUND = 64
+"""Blocks up to this width get an antithetic pair for every direction."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Estimate:
 
     value: float
     messages: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    values: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +69,32 @@ class Sampler:
         self.names = frozenset(f.name for f in plan.factors if f.sampled)
         sites = plan.sampled_sites()
         self.blocks = [b for b in plan.blocks if sites & set(b.sites)]
+        width = max((b.layout.width for b in self.blocks if b.layout is not None), default=0)
+        if width <= _FULL_ROUND:
+            self.count = max(self.count, 2 * width)
         self.by_score = {
             s
             for f in plan.factors
             for s, h in f.how.items()
-            if h.kind == "sampled" and ("self-check" in h.reason or "was read" in h.reason)
+            if h.kind == "sampled" and h.reason.endswith(NO_GRADIENT)
         }
 
     def estimate(
-        self, evaluator: Evaluator, control: Mapping[str, tuple[Tensor, ...]], gradient: bool = True
+        self,
+        evaluator: Evaluator,
+        control: Mapping[str, tuple[Tensor, ...]],
+        gradient: bool = True,
+        seed: int | None = None,
     ) -> Estimate:
-        """Average over draws; antithetic pairs for Gaussian blocks."""
+        """Average over draws; antithetic pairs for Gaussian blocks.
+
+        With a `seed` the draws are common random numbers: two estimates at different beliefs then
+        differ by the beliefs alone. The seed does not disturb Pyro's own random state.
+        """
+        if seed is not None:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                return self.estimate(evaluator, control, gradient)
         noise = self._noise(evaluator)
         draws: list[dict[str, Draw]] = []
         values: list[float] = []
@@ -89,7 +109,7 @@ class Sampler:
             draws.append(current)
             values.append(value)
             grads.append(g)
-        result = Estimate(sum(values) / self.count)
+        result = Estimate(sum(values) / self.count, values=values)
         if gradient:
             for b in self.plan.blocks:
                 result.messages[b.name] = self._combine(
@@ -97,13 +117,19 @@ class Sampler:
                 )
         return result
 
+    def estimate_at(
+        self, beliefs: Mapping[str, Belief], evaluator: Evaluator, seed: int
+    ) -> Estimate:
+        """The value at other beliefs, on the draws of `seed`; `evaluator` is not changed."""
+        other = Evaluator(self.plan, beliefs)
+        return self.estimate(other, {}, gradient=False, seed=seed)
+
     def _noise(self, evaluator: Evaluator) -> dict[str, Tensor | None]:
         noise: dict[str, Tensor | None] = {}
         for b in self.blocks:
             belief = evaluator.beliefs[b.name]
             if isinstance(belief, GaussianBelief):
-                half = torch.randn(self.count // 2, *belief.loc.shape, dtype=belief.loc.dtype,
-                                   device=belief.loc.device)  # fmt: skip
+                half = _orthogonal(self.count // 2, belief.loc)
                 noise[b.name] = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
             else:
                 noise[b.name] = None
@@ -135,7 +161,7 @@ class Sampler:
             self.subsample,
             fixed,
         )
-        factors = compile_factors(symbolic, self.plan.structure, self.names)
+        factors = compile_factors(symbolic, self.plan.structure.fresh(), self.names)
         moments, probabilities = moments_of(self.plan, evaluator.leaves)
         total = torch.zeros(())
         for f in factors:
@@ -192,7 +218,7 @@ def scatter(block: Block, z: Tensor) -> dict[str, Tensor]:
     layout = block.layout
     lead = z.shape[:-2]
     return {
-        s: z[..., layout.element[s], layout.position[s]].reshape(*lead, *layout.shapes[s])
+        s: z[..., layout.element[s], layout.position[s]].reshape((*lead, *layout.shapes[s]))
         for s in block.sites
     }
 
@@ -202,6 +228,23 @@ def draw(block: Block, belief: Belief, shape: tuple[int, ...] = ()) -> Tensor:
     assert isinstance(belief, GaussianBelief)
     noise = torch.randn(*shape, *belief.loc.shape, dtype=belief.loc.dtype, device=belief.loc.device)
     return belief.loc + matvec(belief.scale_tril, noise)
+
+
+def _orthogonal(count: int, like: Tensor) -> Tensor:
+    """Standard normal vectors (count, B, d), orthogonal within each run of d of them.
+
+    Each is marginally N(0, I), so averages stay unbiased; for d of them sum u u^T is nearly I, which
+    takes most of the noise out of Stein's estimate of the curvature.
+    """
+    d = like.shape[-1]
+    rounds = []
+    for _ in range(-(-count // d)):
+        g = torch.randn(*like.shape[:-1], d, d, dtype=like.dtype, device=like.device)
+        q, r = torch.linalg.qr(g)
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        radius = torch.randn_like(g).square().sum(-1, keepdim=True).sqrt()
+        rounds.append((q * radius).movedim(-2, 0))
+    return torch.cat(rounds)[:count]
 
 
 def _leaf_grad(g: dict[str, Any], name: str, like: Tensor) -> Tensor:

@@ -24,10 +24,13 @@ from pyro_cvi.algebra.latent import LatentTensor, Recorder, expression_of, plain
 from pyro_cvi.densities import log_density
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "run_symbolic"]
 
 Model = Callable[..., Any]
+NO_GRADIENT = "so that only the score function serves"
+"""The end of the reason of a site whose value has left torch."""
 _KINDS = {"Gamma": "positive", "InverseGamma": "positive", "Beta": "unit", "Dirichlet": "simplex"}
 
 
@@ -109,7 +112,10 @@ class _Symbols(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["type"] != "sample" or site_is_subsample(msg):
             return
-        self.forced[msg["name"]] = dict(self.recorder.read)
+        self.forced[msg["name"]] = {
+            site: f"its value was read by {how}() before this factor, {NO_GRADIENT}"
+            for site, how in self.recorder.read.items()
+        }
         if msg["is_observed"] or msg["name"] not in self.latents:
             return
         latent = self.latents[msg["name"]]
@@ -273,7 +279,7 @@ def _factor(
         log_p = fn.log_factor
     else:
         if isinstance(mask, Tensor) and not is_latent:
-            value = _fill_masked(value, mask, fn.event_dim)
+            value = fill_masked(value, mask, fn.event_dim)
         if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
             dtype = _parameter_dtype(fn)
             if dtype is not None and not value.dtype.is_floating_point and not is_latent:
@@ -314,13 +320,13 @@ def _parameter_dtype(fn: Any) -> torch.dtype | None:
     return None
 
 
-def _fill_masked(value: Any, mask: Tensor, event_dim: int) -> Any:
+def fill_masked(value: Any, mask: Tensor, event_dim: int) -> Any:
     """Masked cells may hold NaN: give them the value of a cell that counts."""
     if isinstance(value, LatentTensor) or not isinstance(value, Tensor):
         return value
     if bool(mask.all()) or not bool(mask.any()):
         return value if bool(mask.any()) else torch.nan_to_num(value, 0.5, 0.5, 0.5)
-    batch = torch.broadcast_shapes(mask.shape, value.shape[: value.ndim - event_dim])
+    batch = broadcast_shapes(mask.shape, value.shape[: value.ndim - event_dim])
     event = value.shape[value.ndim - event_dim :]
     wide, where = value.expand(*batch, *event), mask.expand(batch)
     first = int(where.reshape(-1).nonzero()[0])
