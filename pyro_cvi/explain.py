@@ -36,7 +36,7 @@ class BlockEntry:
     step: Step = Step()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What CVI does in a model. Print it; `edges` and `blocks` hold the same as data."""
 
@@ -63,6 +63,8 @@ class Report:
                     f"steps shortened, {b.step.retracted} retracted"
                 )
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         colour = {"exact": "#1a7f37", "quadrature": "#9a6700", "sampled": "#cf222e"}

@@ -47,8 +47,9 @@ class AutoCVI(AutoGuide):
         ...         pyro.sample("x", dist.Bernoulli(p), obs=x)
         >>> guide = AutoCVI(model)
         >>> _ = CVI(model, guide).step(torch.tensor([1.0] * 6 + [0.0] * 4))
-        >>> guide.posterior("p")
-        Beta(concentration1: 16.0, concentration0: 14.0)
+        >>> q = guide.posterior("p")
+        >>> float(q.concentration1), float(q.concentration0)
+        (16.0, 14.0)
     """
 
     def __init__(
@@ -126,16 +127,8 @@ class AutoCVI(AutoGuide):
         self._prototype_frames = {}
         for name in new.plan.latents:
             for frame in new.trace.nodes[name]["cond_indep_stack"]:
-                if not frame.vectorized:
-                    raise CVIError(
-                        message(
-                            f"latent site '{name}'",
-                            f"it stands in the sequential plate '{frame.name}'",
-                            "latents in vectorised plates, or outside of plates",
-                            "use `with pyro.plate(...)`, or name the sites without a plate",
-                        )
-                    )
-                self._prototype_frames[frame.name] = frame
+                if frame.vectorized:  # latents of a sequential plate are sites of their own
+                    self._prototype_frames[frame.name] = frame
         beliefs = initial_beliefs(new.plan, self._located(new))
         for i, block in enumerate(new.plan.blocks):
             for j, t in enumerate(beliefs[block.name].tensors):

@@ -170,6 +170,8 @@ class CVI:
                 result.reason = f"relative change and movement below {tol:g}"
                 break
         if bar is not None:
+            bar.total = result.num_steps
+            bar.refresh()
             bar.close()
         result.seconds = time.perf_counter() - start
         return result

@@ -129,17 +129,24 @@ def _why(o: Operand) -> str:
     if isinstance(o, Opaque):
         return o.reason
     if isinstance(o, Link):
-        inner = [_why(p) for a in o.arguments for t in a.terms for p in t.operands]
-        for reason in inner:
-            if "no rule" in reason or "read" in reason:
-                return reason
-        return f"'{o.name}' of more than two predictors, or of a site that is not Gaussian"
+        inside = [p for a in o.arguments for p in _leaves(a)]
+        for p in inside:
+            if isinstance(p, Opaque):
+                return p.reason
+        others = sorted({p.site.name for p in inside if isinstance(p, Stat) and _not_plain(p)})
+        if others:
+            return f"'{o.name}' of '{others[0]}', which is not Gaussian"
+        return f"'{o.name}' of more than two scalar predictors"
     if isinstance(o, Group):
         for t in o.expression.terms:
             for p in t.operands:
                 if isinstance(p, Opaque | Link):
                     return _why(p)
     return "enters the density in a way that is not conjugate"
+
+
+def _not_plain(p: Stat) -> bool:
+    return p.site.kind != "real"
 
 
 def _compile_multiplied_out(
@@ -235,7 +242,7 @@ def _statistic(o: Stat, structure: Structure, result: Expectation) -> Component 
     position = statistic_position(family, o.statistic)
     if position is None:
         return None
-    result.note(o.sites, "exact", f"{family.name}, affine in {o.statistic}")
+    result.note(o.sites, "exact", f"{family.name}, affine in its sufficient statistics")
     return _StatisticMean(o, position)
 
 

@@ -121,9 +121,12 @@ def _apart(factors: Sequence[Factor]) -> set[frozenset[str]]:
     return pairs
 
 
-def multiplied_sites(factors: Sequence[Factor]) -> frozenset[str]:
-    """Sites that multiply another site inside a sum: zero for both is a saddle of the ELBO."""
-    return frozenset().union(*_apart(factors))
+def multiplied_sites(
+    latents: Mapping[str, Latent], factors: Sequence[Factor]
+) -> frozenset[str]:
+    """Gaussian sites that multiply each other inside a sum: zero for both is a saddle of the ELBO."""
+    pairs = [p for p in _apart(factors) if all(latents[n].family is GAUSSIAN for n in p)]
+    return frozenset().union(*pairs)
 
 
 def _factor_sites(t: Term) -> list[frozenset[str]]:

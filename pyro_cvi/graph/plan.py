@@ -144,7 +144,8 @@ def compile_factors(
         if only is not None and f.name not in only:
             continue
         expectation = compile_expectation(f.expression, structure, learn_constants=learns)
-        how = dict(expectation.how)
+        order = list(symbolic.latents)
+        how = {s: expectation.how[s] for s in sorted(expectation.how, key=order.index)}
         for site, reason in f.forced.items():
             if site in structure.block:
                 how[site] = How("sampled", reason)
@@ -179,7 +180,7 @@ def make_plan(
         structure,
         stochastic,
         _learns(symbolic),
-        multiplied_sites(symbolic.factors) | _sampled(factors),
+        multiplied_sites(symbolic.latents, symbolic.factors) | _sampled(factors),
     )
 
 

@@ -45,12 +45,13 @@ class Prepared:
         """One plain run at the check's point: same sites, same densities, hence the same plan."""
         if self.plan.learns or self.plan.stochastic:
             return False
-        with torch.no_grad():
-            trace = plain_trace(model, args, kwargs, self.point)
-            sampled = {n for n, s in trace.nodes.items() if is_factor_site(s)}
-            if sampled != {entry[0] for entry in self.fingerprint}:
-                return False
-            return _same(fingerprint(trace, factor_values(trace)), self.fingerprint)
+        try:
+            with torch.no_grad(), pyro.validation_enabled(False):
+                trace = plain_trace(model, args, kwargs, self.point)
+                key = fingerprint(trace, factor_values(trace))
+        except Exception:  # noqa: BLE001 - whatever is wrong, analysing the model anew will say it
+            return False
+        return _same(key, self.fingerprint)
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
@@ -81,7 +82,7 @@ def prepare(
     if previous is not None:
         _check_same_sites(previous.plan.latents, latents)
     subsample = subsample_values(trace)
-    _check_plates(latents)
+    _check_plates(latents, trace)
     symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample)
     fresh = plain_trace(model, args, kwargs, subsample)
     values = factor_values(fresh)
@@ -209,10 +210,11 @@ def _check_batch(trace: poutine.Trace, values: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_plates(latents: Mapping[str, Latent]) -> None:
-    for name, latent in latents.items():
-        for plate, _, size, full in latent.plates:
-            if size != full:
+def _check_plates(latents: Mapping[str, Latent], trace: poutine.Trace) -> None:
+    for name in latents:
+        for frame in trace.nodes[name]["cond_indep_stack"]:
+            plate, size, full = frame.name, frame.size, frame.full_size
+            if full is not None and size != full:
                 raise CVIError(
                     message(
                         f"latent site '{name}'",

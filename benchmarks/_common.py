@@ -1,0 +1,301 @@
+"""What the benchmarks share: data, the model, the machine, the table and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_cvi import CVI, AutoCVI
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+
+INTERCEPT_PRECISION = 1e-4
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Optimum of the Gaussian bound, found by direct methods (../shared/reference)."""
+
+    prior_precision: float
+    negative_bound: float
+    log_loss_bits: float
+
+
+REFERENCE = {
+    "a1a": Reference(2.8072, 594.7263, 0.48837),
+    "a7a": Reference(5.0, 5419.249, 0.46562),
+    "breast_cancer_scale": Reference(1.0, 38.6126, 0.13790),
+    "australian_scale": Reference(1e-5, 195.2064, 0.47592),
+    "covtype": Reference(0.002, 149590.6057, 0.7403),
+}
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+class DataMissingError(Exception):
+    """The data file is nowhere; the message says where it was looked for."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One logistic regression: the intercept is column 0 of X."""
+
+    name: str
+    X: Tensor
+    y: Tensor
+    X_test: Tensor
+    y_test: Tensor
+    precision: Tensor
+    reference: Reference
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The arguments of the model."""
+        return self.X, self.y, self.precision
+
+
+def model(X: Tensor, y: Tensor, precision: Tensor) -> None:
+    """Bayesian logistic regression."""
+    w = pyro.sample("w", dist.Normal(0.0, precision.rsqrt()).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+
+def load(name: str) -> Problem:
+    """The data set of that name, with the split of the reference values."""
+    with np.load(_find(name), allow_pickle=False) as d:
+        if name == "covtype":
+            split = _covtype(d)
+        elif "X_train" in d:
+            split = d["X_train"], d["y_train"], d["X_test"], d["y_test"]
+        else:
+            X, y, train, test = d["X"], d["y"], d["train_idx_seed1"], d["test_idx_seed1"]
+            split = X[train], y[train], X[test], y[test]
+    X, y, X_test, y_test = split
+    reference = REFERENCE[name]
+    precision = torch.full((X.shape[1] + 1,), reference.prior_precision, dtype=torch.float64)
+    precision[0] = INTERCEPT_PRECISION
+    return Problem(
+        name, _with_intercept(X), _double(y), _with_intercept(X_test), _double(y_test),
+        precision, reference,
+    )  # fmt: skip
+
+
+def _find(name: str) -> Path:
+    folders = [Path(os.environ.get("PYRO_CVI_DATA", ROOT.parent / "shared" / "data"))]
+    folders.append(ROOT / "tutorials" / "data")
+    for folder in folders:
+        if (folder / f"{name}.npz").exists():
+            return folder / f"{name}.npz"
+    where = " or ".join(str(f) for f in folders)
+    raise DataMissingError(
+        f"{name}.npz is not in {where}: set PYRO_CVI_DATA to the folder of the data sets"
+    )
+
+
+def _covtype(d: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The 54 columns of the LIBSVM file, class 2 against the rest, first half of the shuffle."""
+    n = len(d["cover_type"])
+    order = np.argsort(np.random.RandomState(1).random_sample(n), kind="stable")
+    low, high = d["numeric_min"], d["numeric_max"].astype(float)
+    numeric, wilderness, soil = d["numeric"], d["wilderness"], d["soil"]
+    labels = d["cover_type"] == 2
+
+    def rows(index: np.ndarray) -> np.ndarray:
+        scaled = (numeric[index] - low) / (high - low)
+        return np.concatenate([scaled, np.eye(4)[wilderness[index]], np.eye(40)[soil[index]]], 1)
+
+    train, test = order[: n // 2], order[n // 2 :]
+    return rows(train), labels[train], rows(test), labels[test]
+
+
+def _double(x: np.ndarray) -> Tensor:
+    return torch.as_tensor(x.astype(np.float64))
+
+
+def _with_intercept(X: np.ndarray) -> Tensor:
+    result = torch.ones(X.shape[0], X.shape[1] + 1, dtype=torch.float64)
+    result[:, 1:] = _double(X)
+    return result
+
+
+# --- exact values of a Gaussian q(w), by a rule of our own ------------------------------------
+
+
+def _rule() -> tuple[Tensor, Tensor]:
+    """Trapezoid, 401 nodes on 8.5 standard deviations: exact in float64 up to a sd of about 15."""
+    x = torch.linspace(-8.5, 8.5, 401, dtype=torch.float64)
+    weights = torch.exp(-0.5 * x * x)
+    return x, weights / weights.sum()
+
+
+def exact_negative_bound(p: Problem, loc: Tensor, scale_tril: Tensor) -> float:
+    """KL(q || prior) - sum_n E log sigmoid(s_n x_n^T w) of q = N(loc, L L^T)."""
+    x, weights = _rule()
+    mean = (2 * p.y - 1) * (p.X @ loc)
+    sd = (p.X @ scale_tril).square().sum(-1).sqrt()
+    expected = sum(
+        float((torch.nn.functional.logsigmoid(m[:, None] + s[:, None] * x) @ weights).sum())
+        for m, s in zip(mean.split(1 << 11), sd.split(1 << 11), strict=True)
+    )
+    trace = (p.precision * (scale_tril.square().sum(-1) + loc.square())).sum()
+    log_det = p.precision.log().sum() + 2 * scale_tril.diagonal().abs().log().sum()
+    return float(0.5 * (trace - len(loc) - log_det)) - expected
+
+
+def test_log_loss_bits(p: Problem, loc: Tensor, cov: Tensor) -> float:
+    """-mean log2 of the posterior predictive probability of the test labels."""
+    x, weights = _rule()
+    total = 0.0
+    for X, y in zip(p.X_test.split(1 << 11), p.y_test.split(1 << 11), strict=True):
+        mean = (2 * y - 1) * (X @ loc)
+        sd = ((X @ cov) * X).sum(-1).sqrt()
+        total -= float((torch.sigmoid(mean[:, None] + sd[:, None] * x) @ weights).log2().sum())
+    return total / len(p.y_test)
+
+
+# --- the fit ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Fit:
+    """Losses and seconds of each step; the first step contains the plan."""
+
+    guide: AutoCVI
+    cvi: CVI
+    losses: list[float]
+    seconds: list[float]
+
+    def steps_to(self, optimum: float, relative: float) -> int | None:
+        """Number of steps after which the loss is that close to the optimum."""
+        near = (i for i, loss in enumerate(self.losses, 1) if abs(loss / optimum - 1) < relative)
+        return next(near, None)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median over the steps after the first."""
+        return float(np.median(self.seconds[1:]))
+
+    @property
+    def rises(self) -> float:
+        """Largest rise of the loss between two steps, relative; zero for a monotone run."""
+        pairs = zip(self.losses, self.losses[1:], strict=False)
+        return max(0.0, *((b - a) / abs(a) for a, b in pairs))
+
+
+def fit(args: Sequence[Tensor], num_steps: int) -> Fit:
+    """A fresh guide and a fixed number of steps."""
+    start = time.perf_counter()
+    guide = AutoCVI(model)
+    result = Fit(guide, CVI(model, guide), [], [])
+    for _ in range(num_steps):
+        result.losses.append(result.cvi.step(*args))
+        now = time.perf_counter()
+        result.seconds.append(now - start)
+        start = now
+    return result
+
+
+def warm_up() -> None:
+    """What the first use of torch, Pyro and this package costs, paid before any clock runs."""
+    X = torch.randn(20, 3, dtype=torch.float64)
+    y = (X[:, 0] > 0).double()
+    fit((X, y, torch.ones(3, dtype=torch.float64)), 2)
+
+
+# --- the table and the file -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `sense` is "<=" or ">=" beside a target, and empty where there is none."""
+
+    case: str
+    what: str
+    value: float | None
+    sense: str = ""
+    target: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Pass or miss; nothing without a target."""
+        if not self.sense or self.target is None:
+            return ""
+        if self.value is None or math.isnan(self.value):
+            return "miss"
+        met = self.value <= self.target if self.sense == "<=" else self.value >= self.target
+        return "pass" if met else "miss"
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pyro": pyro.__version__,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def show(value: float | None) -> str:
+    """Four digits; whole numbers as they are."""
+    if value is None:
+        return "never"
+    if float(value).is_integer() and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def table(rows: Iterable[Row]) -> list[tuple[str, str, str, str, str]]:
+    """The rows as text, header first."""
+    body = [
+        (r.case, r.what, show(r.value), f"{r.sense} {show(r.target)}" if r.sense else "", r.verdict)
+        for r in rows
+    ]
+    return [("case", "what", "value", "target", ""), *body]
+
+
+def report(script: str, rows: Sequence[Row], at: dict[str, Any], **details: Any) -> None:
+    """Print the table, write benchmarks/results/<name>.json; `at` is `machine()` at the start."""
+    name = Path(script).stem
+    text = table(rows)
+    widths = [max(len(line[i]) for line in text) for i in range(len(text[0]))]
+    for line in text:
+        print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+    content = {
+        "benchmark": name,
+        "machine": at,
+        "rows": [{**asdict(r), "verdict": r.verdict} for r in rows],
+        "details": details,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"written: {os.path.relpath(path, ROOT)}\n")

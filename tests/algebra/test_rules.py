@@ -1,0 +1,100 @@
+"""Every rule: the expression of f(latents), at fresh values, is f(fresh values)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import algebra_cases as cases
+import pytest
+import torch
+
+from pyro_cvi.algebra import LatentTensor, latent
+from pyro_cvi.algebra.latent import rules
+
+NEEDS_A_GPU = {"cuda"}
+THROUGH = {"to": torch.float32, "type": torch.float32, "double": torch.float32}
+"""Conversions that round on their way: an expression keeps the digits of its parts."""
+FORMS = [(name, form) for name, forms in cases.CASES.items() for form in forms]
+DTYPES = [torch.float64, torch.float32]
+
+
+def test_every_registered_rule_has_a_case_and_every_case_a_rule() -> None:
+    without = set(rules()) - NEEDS_A_GPU - {n for n, group in cases.CASES.items() if group}
+    assert not without, f"rules without a case: {sorted(without)}"
+    assert not set(cases.CASES) - set(rules()), "cases of rules that do not exist"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float64", "float32"])
+@pytest.mark.parametrize(("name", "form"), FORMS, ids=[f"{n}: {f}" for n, f in FORMS])
+def test_the_expression_at_fresh_values_is_the_function_at_fresh_values(
+    name: str, form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symbols, plain, fresh = cases.namespaces(dtype)
+    called = []
+    rule = rules()[name]
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return rule(*args, **kwargs)
+
+    monkeypatch.setitem(latent._RULES, name, spy)
+    results = cases.outputs(cases.run(form, symbols))
+    expected = cases.outputs(cases.run(form, plain))
+    assert called, "the case does not run the rule it stands for"
+    assert len(results) == len(expected)
+    for got, want in zip(results, expected, strict=True):
+        if not isinstance(got, LatentTensor):  # constant: then it must not depend on the values
+            assert got.numel() == 0 or torch.equal(got, want)
+            continue
+        assert not cases.is_opaque(got.expression)
+        assert got.expression.shape == want.shape
+        eps = max(torch.finfo(d).eps for d in (dtype, want.dtype, THROUGH.get(name, dtype)))
+        digits_lost = 200 * eps / torch.finfo(want.dtype).eps
+        cases.assert_same(cases.at(got.expression, fresh), want, digits_lost)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_programs_obey_the_same_law(seed: int) -> None:
+    program = cases.random_program(seed)
+    symbols, plain, fresh = cases.namespaces(torch.float64)
+    result, want = program(symbols), program(plain)
+    assert isinstance(result, LatentTensor)
+    assert not cases.is_opaque(result.expression)
+    # Six ops of matrix products may grow the values by 1e4 before they cancel.
+    cases.assert_same(cases.at(result.expression, fresh), want, 1e5)
+
+
+def test_the_value_of_a_latent_is_what_torch_computes() -> None:
+    symbols, _, _ = cases.namespaces(torch.float64)
+    here = {n: latent.plain(getattr(symbols, n)) for n in cases.SITES}
+    out = torch.exp(symbols.X @ symbols.u + symbols.s)
+    assert torch.equal(latent.plain(out), torch.exp(symbols.X @ here["u"] + here["s"]))
+
+
+Claim = Callable[[Any], torch.Tensor]
+EXACT: dict[str, Claim] = {
+    "a power of a positive site": lambda k: k.tau**-0.5,
+    "the scale of a precision": lambda k: 1 / k.tau.sqrt(),
+    "back from the scale": lambda k: (2 * k.tau).rsqrt() ** -2,
+    "the log of a monomial": lambda k: (2 * k.tau * k.b).log(),
+    "exp of a log": lambda k: (2 * k.tau.log()).exp(),
+    "log of an exp": lambda k: torch.log(k.u.exp() * k.w.exp()),
+    "log(1 - b)": lambda k: torch.log(1 - k.b) + torch.log1p(-k.b),
+    "division by a simplex site's sum": lambda k: (k.th / k.th.sum(-1, keepdim=True)).log(),
+    "a square of a predictor": lambda k: (k.X @ k.u + k.s - 1) ** 2,
+    "an index of a power": lambda k: k.tau.rsqrt()[k.i],
+}
+
+
+@pytest.mark.parametrize("claim", EXACT)
+def test_no_link_hides_what_the_algebra_knows(claim: str) -> None:
+    symbols, _, _ = cases.namespaces(torch.float64)
+    assert not cases.links(EXACT[claim](symbols).expression)
+
+
+def test_the_sum_over_a_simplex_site_is_the_constant_one() -> None:
+    symbols, _, _ = cases.namespaces(torch.float64)
+    assert not isinstance(symbols.th.sum(-1), LatentTensor)
+    assert not isinstance(symbols.th[torch.tensor([1, 0, 1])].sum(-1), LatentTensor)
+    assert isinstance(symbols.th.T.sum(-1), LatentTensor)
