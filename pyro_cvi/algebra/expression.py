@@ -66,7 +66,7 @@ def fresh_label() -> int:
 class SiteRef:
     """A latent site as the algebra sees it: its name, shape and the kind of its support.
 
-    `kind` is "real", "positive", "unit" or "simplex" and decides which statistics keep a closed
+    `kind` is "real", "positive", "unit", "simplex" or "other" and decides which statistics keep a closed
     algebra: powers and logs of positive values, log(1 - x) on the unit interval, sums to one on the
     simplex.
     """
@@ -75,6 +75,11 @@ class SiteRef:
     shape: tuple[int, ...]
     event_dim: int
     kind: str
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether powers and logs of its values multiply out."""
+        return self.kind in ("positive", "unit", "simplex")
 
 
 class Statistic(NamedTuple):
@@ -391,7 +396,7 @@ def align(tensor: Tensor, axes: Axes, target: Axes) -> Tensor:
 
 
 def _merge_power(others: list[Operand], new: Operand) -> bool:
-    if not (isinstance(new, Stat) and new.site.kind != "real" and new.statistic.kind == "power"):
+    if not (isinstance(new, Stat) and new.site.is_positive and new.statistic.kind == "power"):
         return False
     for i, old in enumerate(others):
         if (

@@ -93,7 +93,7 @@ class _Power:
 def _power_operand(o: Operand, p: float) -> list[Operand] | None:
     if isinstance(o, Const):
         return [Const(o.tensor**p, o.axes)] if p == int(p) or _nonnegative(o) else None
-    if isinstance(o, Stat) and o.site.kind != "real" and o.statistic.kind == "power":
+    if isinstance(o, Stat) and o.site.is_positive and o.statistic.kind == "power":
         return [replace(o, statistic=Statistic("power", o.statistic.power * p))]
     if isinstance(o, Link) and o.name == "exp":
         coefficient, raised = as_operands(exp(scale(o.arguments[0], p)))
@@ -150,7 +150,7 @@ def _log_operand(o: Operand) -> Expression | None:
         tensor = o.tensor.log()
         order = sorted(range(len(o.axes)), key=lambda i: o.axes[i])
         return Expression(e.shape, tensor.permute(order).reshape(e.shape))
-    if isinstance(o, Stat) and o.site.kind != "real" and o.statistic.kind == "power":
+    if isinstance(o, Stat) and o.site.is_positive and o.statistic.kind == "power":
         return scale(_single(replace(o, statistic=LOG)), o.statistic.power)
     if isinstance(o, Link):
         if o.name == "exp":

@@ -133,7 +133,7 @@ def _why(o: Operand) -> str:
         for p in inside:
             if isinstance(p, Opaque):
                 return p.reason
-        others = sorted({p.site.name for p in inside if isinstance(p, Stat) and _not_plain(p)})
+        others = sorted({p.site.name for p in inside if isinstance(p, Stat) and p.site.kind != "real"})
         if others:
             return f"'{o.name}' of '{others[0]}', which is not Gaussian"
         return f"'{o.name}' of more than two scalar predictors"
@@ -143,10 +143,6 @@ def _why(o: Operand) -> str:
                 if isinstance(p, Opaque | Link):
                     return _why(p)
     return "enters the density in a way that is not conjugate"
-
-
-def _not_plain(p: Stat) -> bool:
-    return p.site.kind != "real"
 
 
 def _compile_multiplied_out(

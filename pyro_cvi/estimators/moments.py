@@ -18,7 +18,10 @@ _STATISTIC = {
     "reciprocal": Statistic("power", -1.0),
     "log": Statistic("log"),
     "log_complement": Statistic("log1m"),
+    "square": Statistic("power", 2.0),
+    "sqrt": Statistic("power", 0.5),
 }
+"""The names that a family's `statistics` may use; conjugacy is found through them."""
 
 
 def statistic_position(family: AbstractFamily, statistic: Statistic) -> int | None:

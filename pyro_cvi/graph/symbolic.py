@@ -18,20 +18,22 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
 from pyro_cvi.algebra.latent import LatentTensor, Recorder, expression_of, plain, recording
 from pyro_cvi.densities import log_density
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.families import CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
+from pyro_cvi.families import BERNOULLI, CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "run_symbolic"]
 
 Model = Callable[..., Any]
+_MOST_DIMS = 24
+"""Tensors may have 64 dims, but the model's own ops on the values need some of them."""
 NO_GRADIENT = "so that only the score function serves"
 """The end of the reason of a site whose value has left torch."""
-_KINDS = {"Gamma": "positive", "InverseGamma": "positive", "Beta": "unit", "Dirichlet": "simplex"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,13 +199,38 @@ def _describe(site: Any, nesting: int, enumerated: int) -> Latent:
     if getattr(fn, "has_enumerate_support", False):
         support = _finite_support(name, fn)
         dim = -1 - nesting - enumerated
+        if -dim > _MOST_DIMS:
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"it would be enumerated along dim {dim}",
+                    f"at most {_MOST_DIMS} dims of plates and enumerated sites",
+                    "put the discrete sites into one plate: one site of many elements needs one dim",
+                )
+            )
         ref = SiteRef(name, tuple(value.shape), event_dim, "discrete")
         return Latent(name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support)
-    if family is None or family is CATEGORICAL or not value.dtype.is_floating_point:
+    if family in (None, CATEGORICAL, BERNOULLI) or not value.dtype.is_floating_point:
         raise CVIError(_no_family(name, fn))
-    kind = _KINDS.get(family.name, "real" if family is GAUSSIAN else "own")
+    kind = "real" if family is GAUSSIAN else _kind(fn.support)
     ref = SiteRef(name, tuple(value.shape), event_dim, kind)
     return Latent(name, family, ref, batch, event_dim, fn, value, plates)
+
+
+def _kind(support: Any) -> str:
+    """What the algebra may do with a value of this support."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    if support in (constraints.positive, constraints.nonnegative):
+        return "positive"
+    if isinstance(support, constraints.greater_than | constraints.greater_than_eq):
+        return "positive" if bool(torch.as_tensor(support.lower_bound >= 0).all()) else "other"
+    if support is constraints.simplex:
+        return "simplex"
+    if isinstance(support, constraints.interval):
+        low, high = torch.as_tensor(support.lower_bound), torch.as_tensor(support.upper_bound)
+        return "unit" if bool((low == 0).all()) and bool((high == 1).all()) else "other"
+    return "real" if support is constraints.real else "other"
 
 
 def _finite_support(name: str, fn: Any) -> Tensor:
@@ -220,7 +247,8 @@ def _no_family(name: str, fn: Any) -> str:
     core = type(peel(fn)).__name__
     discrete = bool(getattr(fn.support, "is_discrete", False))
     remedy = (
-        "marginalise it by hand, or bound its support (Categorical)"
+        "marginalise it by hand, bound its support (Categorical), or declare its elements in a plate "
+        "rather than by to_event"
         if discrete
         else "give it a conjugate prior (Gamma or InverseGamma for scales and precisions, Beta for "
         "probabilities), write it as a function of a Normal site (for example "

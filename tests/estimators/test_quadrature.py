@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ def _student(x: Tensor) -> Tensor:
     )
 
 
+UNDERFLOWS_IN_FLOAT32 = {"Poisson through softplus"}
+"""softplus(-104) is zero in float32, and its log is infinite."""
 FUNCTIONS: dict[str, Pair] = {  # torch, numpy, largest standard deviation
     "softplus": (torch.nn.functional.softplus, lambda f: np.logaddexp(0, f), 150.0),
     "sigmoid": (torch.sigmoid, special.expit, 150.0),
@@ -50,7 +53,7 @@ def exact(f: Callable[[np.ndarray], np.ndarray], m: float, s: float) -> float:
     """E f(m + s x) by adaptive quadrature, split where f bends."""
     edges = sorted({-12.0, 12.0, *np.clip([-m / s + t / s for t in (-20, -4, 0, 4, 20)], -12, 12)})
     total = 0.0
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in itertools.pairwise(edges):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", integrate.IntegrationWarning)  # at rounding level
             part = integrate.quad(
@@ -77,7 +80,7 @@ def test_the_rule_keeps_its_promise_from_narrow_to_wide(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance(m.dtype), atol=tolerance(m.dtype))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - UNDERFLOWS_IN_FLOAT32))
 def test_float32_keeps_the_promise_of_its_own_precision(name: str) -> None:
     f, g, widest = FUNCTIONS[name]
     points = [(m, s) for m in CENTRES for s in WIDTHS if s <= widest]

@@ -220,10 +220,10 @@ def test_logistic_regressions_reach_their_reference(name, shared_data):
     losses = [cvi.step(x, y, precision) for _ in range(most)]
     assert all(b <= a + 1e-9 * abs(a) for a, b in zip(losses, losses[1:], strict=False))
     assert abs(losses[-1] - optimum) < 1e-4 * optimum
-    q = cvi.guide.posterior("w")
     if name != "australian_scale":  # whose reference path ends before its optimum
         end = cvi.run(x, y, precision, tol=1e-11).losses[-1]
         assert abs(end - optimum) < 1e-6 * optimum + 5e-5  # the reference has four decimals
+        q = cvi.guide.posterior("w")
         torch.testing.assert_close(
             q.loc[:5], torch.tensor(reference["posterior_mean_first5"]), rtol=1e-3, atol=1e-3
         )
