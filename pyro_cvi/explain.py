@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyro_cvi.graph.plan import Plan
@@ -33,7 +33,7 @@ class BlockEntry:
     size: int
     reason: str
     family: str
-    step: Step = Step()
+    step: Step = field(default_factory=Step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ def _short(sites: tuple[str, ...]) -> str:
     return ", ".join(sites[:4]) + (f", ... ({len(sites)})" if len(sites) > 4 else "")
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]) - 1)]
     return [
         "  " + "  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[-1]]).rstrip()

@@ -215,9 +215,7 @@ class CVI:
             else:
                 self._searched_step(evaluator, block)
 
-    def _sampled_sweep(
-        self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]
-    ) -> None:
+    def _sampled_sweep(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
         """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
 
         The ELBO before and after is compared on common random numbers; a fall of more than two

@@ -121,9 +121,7 @@ def _apart(factors: Sequence[Factor]) -> set[frozenset[str]]:
     return pairs
 
 
-def multiplied_sites(
-    latents: Mapping[str, Latent], factors: Sequence[Factor]
-) -> frozenset[str]:
+def multiplied_sites(latents: Mapping[str, Latent], factors: Sequence[Factor]) -> frozenset[str]:
     """Gaussian sites that multiply each other inside a sum: zero for both is a saddle of the ELBO."""
     pairs = [p for p in _apart(factors) if all(latents[n].family is GAUSSIAN for n in p)]
     return frozenset().union(*pairs)
@@ -131,13 +129,10 @@ def multiplied_sites(
 
 def _factor_sites(t: Term) -> list[frozenset[str]]:
     """Site sets of a term's operands, counting a square (the same group twice) once."""
-    operands = []
+    operands: list[Stat | Group] = []
     for o in t.operands:
         if isinstance(o, Stat | Group) and not any(o is p for p in operands):
             operands.append(o)
-    if len(operands) == 2 and all(isinstance(o, Group) for o in operands):
-        # (a + b) * (c + d): a bilinear form; sites within one factor may share a block.
-        return [o.sites for o in operands]
     return [o.sites for o in operands]
 
 

@@ -103,9 +103,7 @@ def _agrees(
 
 def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:
     upstream = symbolic.order[: symbolic.order.index(f.name) + 1]
-    sites = [
-        n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None
-    ]
+    sites = [n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None]
     reason = "the self-check found a dependence that torch operations did not show"
     written = [n for n in sites if n in symbolic.recorder.written]
     if written:

@@ -46,7 +46,9 @@ def _gaussian(plan: Plan, block: Block, located: dict[str, Tensor]) -> GaussianB
     for site in block.sites:
         latent = plan.latents[site]
         where = (layout.element[site], layout.position[site])
-        usual = latent.value if site in plan.scattered else _moment(latent.prior, "mean", latent.value)
+        usual = (
+            latent.value if site in plan.scattered else _moment(latent.prior, "mean", latent.value)
+        )
         start = located.get(site, usual)
         spread = _moment(latent.prior, "variance", torch.ones_like(latent.value))
         loc[where] = start.detach().expand(latent.shape).reshape(-1).to(loc.dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.expression import Const, Expression, Group, Link, Operand
@@ -17,7 +16,7 @@ from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_ex
 from pyro_cvi.families import GAUSSIAN, AbstractFamily
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
-from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
+from pyro_cvi.graph.symbolic import Latent, Symbolic
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_plan", "make_structure"]
@@ -36,7 +35,7 @@ class Block:
 
     @property
     def structure(self) -> str:
-        """ "dense", "plated" or "diagonal" for Gaussian blocks, else the family's name."""
+        """The layout's structure (dense, plated or diagonal), or the family's name."""
         return self.layout.structure if self.layout is not None else self.family.name
 
 

@@ -310,10 +310,8 @@ def _factor(
             value = fill_masked(value, mask, fn.event_dim)
         if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
             dtype = _parameter_dtype(fn)
-            if dtype is not None and not value.dtype.is_floating_point and not is_latent:
-                value = value.to(dtype)
-            elif latents.get(name) is not None and latents[name].enum_dim is not None and dtype:
-                value = value.to(dtype)
+            if dtype is not None and (is_latent or not value.dtype.is_floating_point):
+                value = value.to(dtype)  # counts, labels and enumerated values
         log_p = log_density(fn, value)
     e = expression_of(log_p)
     weight: Tensor | float = site["scale"]

@@ -232,7 +232,9 @@ def test_parameters_without_an_optimiser():
         new(model).step()
 
 
-@pytest.mark.parametrize("kwargs", [{"max_dense_dim": 0}, {"max_dense_dim": 2.5}, {"num_samples": 1}])
+@pytest.mark.parametrize(
+    "kwargs", [{"max_dense_dim": 0}, {"max_dense_dim": 2.5}, {"num_samples": 1}]
+)
 def test_bad_options(kwargs):
     with pytest.raises(CVIError, match=next(iter(kwargs))):
         AutoCVI(regression, **kwargs)

@@ -110,7 +110,9 @@ def test_a_log_link_with_large_counts_neither_overflows_nor_rises():
 
     result = new(model).run(x, y)
     assert result.converged
-    assert all(b <= a + 1e-9 * abs(a) for a, b in zip(result.losses, result.losses[1:], strict=False))
+    assert all(
+        b <= a + 1e-9 * abs(a) for a, b in zip(result.losses, result.losses[1:], strict=False)
+    )
 
 
 def test_parameters_move_by_the_users_optimiser_to_their_optimum():
