@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -11,17 +13,38 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide.initialization import (
+    InitMessenger,
+    init_to_feasible,
+    init_to_mean,
+    init_to_median,
+    init_to_uniform,
+    init_to_value,
+)
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA
+from pyro_cvi.families.quantiles import quantile
 from pyro_cvi.graph.initial import initial_beliefs
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.sampling import draw
+from pyro_cvi.graph.symbolic import Latent
 from pyro_cvi.linalg import broadcast_shapes
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["AutoCVI"]
+
+_SEPARATOR = ":"
+_FRESH: dict[str, Any] = {"master": None, "plates": {}, "_beliefs": {}}
+"""What a copy of a guide does not take over."""
+_SHARED = {"_model", "_prepared", "prototype_trace", "init_loc_fn", "create_plates"}
+"""What a deep copy shares with the original: functions, and analyses that never change."""
+_SPREAD = 0.1
+"""Relative standard deviation of a site that starts at a point."""
+_GENERIC = (init_to_feasible, init_to_mean, init_to_median, init_to_uniform)
+"""Ways to start that mean nothing for a discrete site."""
 
 
 class AutoCVI(AutoGuide):
@@ -35,7 +58,9 @@ class AutoCVI(AutoGuide):
         model: a Pyro model.
         max_dense_dim: largest number of scalars of Gaussian sites that share one dense covariance.
         num_samples: draws for factors that neither algebra nor quadrature can average.
-        init_loc_fn: where Gaussian sites start, as in Pyro's autoguides; the prior's mean by default.
+        init_loc_fn: where sites start, as in Pyro's autoguides; near the prior by default. A site
+            starts narrow around its point. Of discrete sites only those that the function means:
+            the ones that `init_to_value` names, and all of a function of your own.
         create_plates: as in Pyro's autoguides.
 
     Example:
@@ -70,19 +95,58 @@ class AutoCVI(AutoGuide):
         self.num_samples = num_samples
         self.init_loc_fn = init_loc_fn
         self._prepared: Prepared | None = None
-        self._beliefs: dict[str, tuple[Belief, tuple[int, ...]]] = {}
+        self._beliefs: dict[str, tuple[Belief, list[tuple[Tensor, int]]]] = {}
 
-    # --- pickling: Pyro's AutoGuide drops the model of the live object; ours keeps it ---------------
+    # --- copies and pickles ------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model; a guide that was unpickled gets it back from the first CVI it is given to."""
+        if self._model[0] is None:
+            raise CVIError(
+                message(
+                    "AutoCVI",
+                    "a guide that was unpickled does not hold its model",
+                    "the model beside it",
+                    "CVI(model, guide).step(*args) goes on fitting; posterior, median, quantiles and "
+                    "sampling work as they are",
+                )
+            )
+        model: Callable[..., Any] = self._model[0]
+        return model
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state["master"] = None
-        state["_prepared"] = None
-        state["prototype_trace"] = None
-        state["_beliefs"] = {}
-        state["_model"] = (None,)
-        state["_plan_kept"] = None
+        """The posterior, and of the model what sampling needs; this guide itself is not touched."""
+        kept = None if self._prepared is None else _without_model(self._prepared)
+        state = {**self.__dict__, **_FRESH, "_model": (None,), "_prepared": kept}
+        if kept is not None:
+            state |= {"prototype_trace": kept.trace, "init_loc_fn": None}
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoCVI:
+        """A guide with its own copy of the posterior, over the same model.
+
+        The model is not the guide's own and is shared, unless the same call has copied it already:
+        then the copies belong together.
+        """
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        model = self._model[0]
+        for name, value in {**self.__dict__, **_FRESH}.items():
+            new.__dict__[name] = value if name in _SHARED else copy.deepcopy(value, memo)
+        new.__dict__["_model"] = (memo.get(id(model), model),)
+        return new
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """A guide that has not seen data takes its buffers from the state dict."""
+        if self._prepared is None:
+            for key, value in state_dict.items():
+                name = key.removeprefix(prefix)
+                if key.startswith(prefix) and _SEPARATOR in name and "." not in name:
+                    self._buffers[name] = torch.empty_like(value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # --- state -------------------------------------------------------------------------------------
 
@@ -117,41 +181,104 @@ class AutoCVI(AutoGuide):
             return old
         new = prepare(model, args, kwargs, self.max_dense_dim, old)
         if old is None:
-            self._adopt(new)
+            self._adopt(new, model, args, kwargs)
+        if self._model[0] is None:
+            self._model = (model,)
         self._prepared = new
         return new
 
-    def _adopt(self, new: Prepared) -> None:
-        """First sight of the model: prototype, frames and starting beliefs."""
+    def _adopt(
+        self,
+        new: Prepared,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """First sight of the model: prototype, frames, and starting beliefs unless some were loaded."""
+        if self.master is not None:
+            self._check_part(new)
+        latents = new.plan.latents
+        located = {} if self.init_loc_fn is None else self._located(latents, model, args, kwargs)
+        beliefs = initial_beliefs(new.plan, located)
+        buffers: dict[str, Tensor] = {}
+        for block in new.plan.blocks:
+            tensors = beliefs[block.name].tensors
+            site = block.sites[0]
+            if block.layout is None and site in located:
+                tensors = _around(latents[site], located[site]) or tensors
+            buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
+        if self._buffers:
+            self._check_loaded(buffers)
+        else:
+            for name, tensor in buffers.items():
+                self.register_buffer(name, tensor.detach().clone().contiguous())
         self.prototype_trace = new.trace
-        self._prototype_frames = {}
-        for name in new.plan.latents:
-            for frame in new.trace.nodes[name]["cond_indep_stack"]:
-                if frame.vectorized:  # latents of a sequential plate are sites of their own
-                    self._prototype_frames[frame.name] = frame
-        beliefs = initial_beliefs(new.plan, self._located(new))
-        for i, block in enumerate(new.plan.blocks):
-            for j, t in enumerate(beliefs[block.name].tensors):
-                self.register_buffer(f"_block_{i}_{j}", t.clone().contiguous())
-        self._names = [b.name for b in new.plan.blocks]
+        self._prototype_frames = {
+            frame.name: frame
+            for name in latents
+            for frame in new.trace.nodes[name]["cond_indep_stack"]
+            if frame.vectorized  # latents of a sequential plate are sites of their own
+        }
 
-    def _located(self, new: Prepared) -> dict[str, Tensor]:
-        if self.init_loc_fn is None:
-            return {}
-        sites = {n: new.trace.nodes[n] for n in new.plan.latents}
-        return {n: self.init_loc_fn(s) for n, s in sites.items() if n in new.plan.latents}
+    def _check_part(self, new: Prepared) -> None:
+        """In an AutoGuideList: the sites are those of the whole model."""
+        whole = self.master().prototype_trace
+        for name, latent in new.plan.latents.items():
+            found = (
+                tuple(whole.nodes[name]["value"].shape) if name in whole.nodes else "no such site"
+            )
+            if found != latent.shape:
+                raise CVIError(
+                    message(
+                        f"latent site '{name}'",
+                        f"shape {latent.shape} in this part of the AutoGuideList, {found} in its model",
+                        "parts of one model",
+                        "AutoCVI(poutine.block(model, expose=[...])) with the model of the list",
+                    )
+                )
+
+    def _check_loaded(self, buffers: Mapping[str, Tensor]) -> None:
+        loaded = {n: tuple(t.shape) for n, t in self._buffers.items()}
+        wanted = {n: tuple(t.shape) for n, t in buffers.items()}
+        if loaded != wanted:
+            raise CVIError(
+                message(
+                    "AutoCVI",
+                    f"the state that was loaded holds {loaded}",
+                    f"{wanted}, which is the posterior of this model",
+                    "load it into a guide of the same model, max_dense_dim and size of data",
+                )
+            )
+
+    def _located(
+        self,
+        latents: Mapping[str, Latent],
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        """Where `init_loc_fn` puts the sites, in one run in which each site sees those before it."""
+        found: dict[str, Tensor] = {}
+
+        def start(site: Any) -> Any:
+            name = site["name"]
+            if name not in latents or not _is_meant(self.init_loc_fn, latents[name]):
+                return site["fn"].sample()
+            found[name] = _checked_point(latents[name], self.init_loc_fn(site))
+            return found[name]
+
+        with poutine.block(), InitMessenger(start):
+            poutine.trace(model).get_trace(*args, **kwargs)
+        return found
 
     def _buffers_of(self, block: Block) -> tuple[Tensor, ...]:
-        i = self._names.index(block.name)
-        n = 2 if block.layout is not None else len(block.family.statistics)
-        return tuple(getattr(self, f"_block_{i}_{j}") for j in range(n))
+        return tuple(self._buffers[n] for n in _buffer_names(block))  # type: ignore[misc]
 
     def belief(self, block: Block) -> Belief:
         """The belief held in the block's buffers, with what was derived from it."""
         tensors = self._buffers_of(block)
-        version = tuple(t._version for t in tensors) + tuple(id(t) for t in tensors)
         known = self._beliefs.get(block.name)
-        if known is not None and known[1] == version:
+        if known is not None and _is_unchanged(known[1], tensors):
             return known[0]
         copies = tuple(t.detach().clone() for t in tensors)
         belief: Belief = (
@@ -159,7 +286,7 @@ class AutoCVI(AutoGuide):
             if block.layout is not None
             else FamilyBelief(block.family, copies)
         )
-        self._beliefs[block.name] = (belief, version)
+        self._beliefs[block.name] = (belief, [(t, t._version) for t in tensors])
         return belief
 
     def set_belief(self, block: Block, belief: Belief) -> None:
@@ -168,8 +295,7 @@ class AutoCVI(AutoGuide):
         with torch.no_grad():
             for buffer, value in zip(tensors, belief.tensors, strict=True):
                 buffer.copy_(value)
-        version = tuple(t._version for t in tensors) + tuple(id(t) for t in tensors)
-        self._beliefs[block.name] = (belief, version)
+        self._beliefs[block.name] = (belief, [(t, t._version) for t in tensors])
 
     def beliefs(self) -> dict[str, Belief]:
         """All blocks' beliefs by name."""
@@ -188,69 +314,52 @@ class AutoCVI(AutoGuide):
         latent = self.plan.latents[site]
         belief = self.belief(block)
         if isinstance(belief, GaussianBelief):
-            return self._gaussian_posterior(block, belief, site)
+            return self._gaussian_posterior(latent, block, belief)
         assert isinstance(belief, FamilyBelief)
         if latent.enum_dim is not None:
-            return self._discrete_posterior(site, belief)
+            return _finite(latent, belief.natural[0])
         d: Any = belief.family.to_distribution(belief.natural)
         extra = latent.event_dim - d.event_dim
         return d.to_event(extra) if extra > 0 else d
 
-    def _discrete_posterior(self, site: str, belief: FamilyBelief) -> Any:
-        from pyro_cvi.families import peel
-
-        latent = self.plan.latents[site]
-        logits = belief.natural[0]
-        core = peel(latent.prior)
-        if isinstance(core, torch.distributions.Bernoulli):
-            return dist.Bernoulli(logits=logits[..., 1] - logits[..., 0])
-        if isinstance(core, torch.distributions.OneHotCategorical):
-            return dist.OneHotCategorical(logits=logits)
-        return dist.Categorical(logits=logits)
-
-    def _gaussian_posterior(self, block: Block, belief: GaussianBelief, site: str) -> Any:
-        latent, layout = self.plan.latents[site], block.layout
-        assert layout is not None
-        element, position = layout.element[site], layout.position[site]
-        loc = belief.loc[element, position].reshape(latent.shape)
-        event = math.prod(latent.shape[len(latent.shape) - latent.event_dim :])
-        if latent.event_dim >= 1 and event > 1 and self._event_in_element(latent, layout, event):
-            rows = element.reshape(-1, event)[:, 0]
-            places = position.reshape(-1, event)
-            cov = belief.cov[rows[:, None, None], places[:, :, None], places[:, None, :]]
-            if latent.event_dim == 1:
-                return dist.MultivariateNormal(
-                    loc, covariance_matrix=cov.reshape(*latent.shape, event)
-                )
-        scale = belief.cov[element, position, position].sqrt().reshape(latent.shape)
-        d = dist.Normal(loc, scale)
-        return d.to_event(latent.event_dim) if latent.event_dim else d
-
     @staticmethod
-    def _event_in_element(latent: Any, layout: Any, event: int) -> bool:
-        element = layout.element[latent.name].reshape(-1, event)
-        return bool((element == element[:, :1]).all()) and layout.width > 1
+    def _gaussian_posterior(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
+        layout = block.layout
+        assert layout is not None
+        element, position = layout.element[latent.name], layout.position[latent.name]
+        loc = belief.loc[element, position].reshape(latent.shape)
+        event = latent.shape[-1] if latent.event_dim == 1 else 1
+        if event > 1 and layout.width > 1:
+            rows, places = element.reshape(-1, event), position.reshape(-1, event)
+            if bool((rows == rows[:, :1]).all()):
+                half = belief.scale_tril[rows, places].reshape(*latent.shape, layout.width)
+                return dist.MultivariateNormal(loc, scale_tril=_triangular(half))
+        scale = belief.scale_tril[element, position].square().sum(-1).sqrt()
+        d = dist.Normal(loc, scale.reshape(latent.shape))
+        return d.to_event(latent.event_dim) if latent.event_dim else d
 
     def joint(self, sites: Sequence[str]) -> Any:
         """The joint Gaussian of sites of one dense block, flattened and concatenated in this order."""
-        blocks = {self._block(s).name for s in sites}
-        block = self._block(sites[0])
-        if len(blocks) != 1 or block.layout is None or block.layout.count != 1:
-            kinds = {s: self._block(s).structure for s in sites}
+        names = [sites] if isinstance(sites, str) else list(sites)
+        blocks = list(dict.fromkeys(self._block(s).name for s in names))
+        block = self._block(names[0]) if names else None
+        if block is None or block.layout is None or block.layout.count != 1 or len(blocks) != 1:
+            kinds = {s: self._block(s).structure for s in names}
             raise CVIError(
                 message(
-                    f"joint({list(sites)!r})",
+                    f"joint({names!r})",
                     f"these sites have the structures {kinds} in {len(blocks)} blocks",
                     "sites of one dense Gaussian block",
                     "ask for each site's own marginal with posterior(name); explain() lists the blocks",
                 )
             )
+        if len(set(names)) != len(names):
+            raise CVIError(f"joint({names!r}): a site is named twice; name each once")
         belief = self.belief(block)
         assert isinstance(belief, GaussianBelief)
-        index = torch.cat([block.layout.position[s] for s in sites])
-        return dist.MultivariateNormal(
-            belief.loc[0, index], covariance_matrix=belief.cov[0][index[:, None], index]
-        )
+        index = torch.cat([block.layout.position[s] for s in names])
+        tril = _triangular(belief.scale_tril[0, index])
+        return dist.MultivariateNormal(belief.loc[0, index], scale_tril=tril)
 
     def _block(self, site: str) -> Block:
         plan = self._need(f"the posterior of '{site}'").plan
@@ -265,39 +374,51 @@ class AutoCVI(AutoGuide):
             )
         return plan.block_of(site)
 
+    @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The marginal median of every latent (the most probable value of a discrete one)."""
-        self._need("median")
-        return {n: self._quantile(n, torch.tensor(0.5)) for n in self.plan.latents}
-
-    def quantiles(self, quantiles: Sequence[float], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Marginal quantiles of every latent, with a leading quantile dim."""
-        self._need("quantiles")
+        plan = self._need("median").plan
         return {
-            n: torch.stack([self._quantile(n, torch.tensor(float(q))) for q in quantiles])
-            for n in self.plan.latents
+            n: self._mode(n) if _is_finite(t) else self._quantile(n, 0.5)
+            for n, t in plan.latents.items()
         }
 
-    def _quantile(self, site: str, q: Tensor) -> Tensor:
+    @torch.no_grad()
+    def quantiles(
+        self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Marginal quantiles of every latent, with a leading quantile dim.
+
+        Those of a discrete site follow the order of its support.
+        """
+        plan = self._need("quantiles").plan
+        wanted = [float(q) for q in quantiles]
+        if not all(0 <= q <= 1 for q in wanted):
+            raise CVIError(f"quantiles({wanted}): expected probabilities between 0 and 1")
+        return {n: torch.stack([self._quantile(n, q) for q in wanted]) for n in plan.latents}
+
+    def _mode(self, site: str) -> Tensor:
+        support, belief = self.plan.latents[site].support, self.belief(self._block(site))
+        assert support is not None and isinstance(belief, FamilyBelief)
+        return support[belief.natural[0].argmax(-1)]
+
+    def _quantile(self, site: str, q: float) -> Tensor:
         latent, block = self.plan.latents[site], self._block(site)
         belief = self.belief(block)
         if isinstance(belief, GaussianBelief):
             assert block.layout is not None
             at = (block.layout.element[site], block.layout.position[site])
-            scale = belief.cov[(*at, at[1])].sqrt()
-            value = dist.Normal(belief.loc[at], scale).icdf(q.to(belief.loc))
+            scale = belief.scale_tril[at].square().sum(-1).sqrt()
+            value = belief.loc[at] + scale * torch.special.ndtri(scale.new_tensor(q))
             return value.reshape(latent.shape)
         assert isinstance(belief, FamilyBelief)
         if latent.enum_dim is not None:
             assert latent.support is not None
             cumulative = belief.mean[0].cumsum(-1)
-            index = (
-                (cumulative < q.to(cumulative) - 1e-12).sum(-1).clamp(max=len(latent.support) - 1)
-            )
-            return latent.support[index]
-        from pyro_cvi.families.quantiles import quantile
-
-        return quantile(belief.family, belief.natural, q)
+            slack = len(latent.support) * torch.finfo(cumulative.dtype).eps
+            index = (cumulative < q - slack).sum(-1)
+            return latent.support[index.clamp(max=len(latent.support) - 1)]
+        return quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
 
     # --- sampling ----------------------------------------------------------------------------------
 
@@ -317,8 +438,6 @@ class AutoCVI(AutoGuide):
         return {n: result[n] for n in plan.latents}
 
     def _in_plates(self, site: str, plates: dict[str, Any], fn: Any) -> Tensor:
-        from contextlib import ExitStack
-
         with ExitStack() as stack:
             for name, *_ in self.plan.latents[site].plates:
                 stack.enter_context(plates[name])
@@ -344,11 +463,7 @@ class AutoCVI(AutoGuide):
             flat = z[..., layout.element[site], layout.position[site]]
             shape = broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
             value = flat.reshape(shape)
-            if poutine.get_mask() is False:
-                log_density: Any = 0.0
-            else:
-                log_density = value.new_zeros(value.shape[: value.ndim - latent.event_dim])
-            fn = dist.Delta(value, log_density=log_density, event_dim=latent.event_dim)
+            fn = dist.Delta(value, event_dim=latent.event_dim)  # its density is the joint's
             result[site] = self._in_plates(site, plates, fn)
         return result
 
@@ -358,3 +473,127 @@ class AutoCVI(AutoGuide):
             draw(b, self.belief(b)).reshape(-1) for b in self.plan.blocks if b.layout is not None
         ]
         return torch.cat(parts) if parts else torch.zeros(0)
+
+
+# --- helpers ---------------------------------------------------------------------------------------
+
+
+class FiniteSupport(dist.Categorical):
+    """A categorical law on 0, 1, ..., K-1 with values of a floating dtype, as a Binomial has them."""
+
+    dtype: torch.dtype
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> FiniteSupport:
+        new: FiniteSupport = super().expand(batch_shape, _instance)
+        new.dtype = self.dtype
+        return new
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        value: Tensor = super().sample(torch.Size(sample_shape))
+        return value.to(self.dtype)
+
+
+def _is_finite(latent: Latent) -> bool:
+    return latent.enum_dim is not None
+
+
+def _finite(latent: Latent, logits: Tensor) -> Any:
+    """The law of a discrete site, of the class that has the site's kind of values."""
+    support = latent.support
+    assert support is not None
+    if support.ndim > 1:
+        return dist.OneHotCategorical(logits=logits)
+    if not support.is_floating_point():
+        return dist.Categorical(logits=logits)
+    if len(support) == 2:
+        return dist.Bernoulli(logits=logits[..., 1] - logits[..., 0])
+    law = FiniteSupport(logits=logits)
+    law.dtype = support.dtype
+    return law
+
+
+def _triangular(half: Tensor) -> Tensor:
+    """The lower triangular T with T T^T = H H^T, for (..., n, k), n <= k; no product is formed."""
+    n = half.shape[-2]
+    if not bool(half.triu(1).any()):
+        return half[..., :n]
+    r = torch.linalg.qr(half.mT, mode="r").R
+    sign = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(r)
+    return (r * sign.unsqueeze(-1)).mT.tril()
+
+
+def _buffer_names(block: Block) -> list[str]:
+    """State dict keys such as `w+b:loc`; a dot, which torch reserves, is written as Pyro does."""
+    parts = ("loc", "precision") if block.layout is not None else block.family.statistics
+    return [block.name.replace(".", "$$$") + _SEPARATOR + part for part in parts]
+
+
+def _is_unchanged(known: list[tuple[Tensor, int]], tensors: tuple[Tensor, ...]) -> bool:
+    return all(
+        old is new and version == new._version
+        for (old, version), new in zip(known, tensors, strict=True)
+    )
+
+
+def _without_model(prepared: Prepared) -> Prepared:
+    """Blocks and latents without factors, priors and trace; no model matches its fingerprint."""
+    plan = prepared.plan
+    latents = {
+        n: replace(latent, prior=None, value=latent.value.detach())
+        for n, latent in plan.latents.items()
+    }
+    plan = replace(plan, latents=latents, factors=(), structure=plan.structure.fresh())
+    return replace(
+        prepared, plan=plan, subsample={}, point={}, fingerprint=(), trace=poutine.Trace()
+    )
+
+
+def _is_meant(init_loc_fn: Any, latent: Latent) -> bool:
+    """Whether a starting function says something about this site."""
+    if not _is_finite(latent):
+        return True
+    core = getattr(init_loc_fn, "func", init_loc_fn)
+    if core is init_to_value:
+        return latent.name in (getattr(init_loc_fn, "keywords", None) or {}).get("values", {})
+    return core not in _GENERIC
+
+
+def _checked_point(latent: Latent, value: Any) -> Tensor:
+    point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
+    shape = tuple(point.shape)
+    try:
+        point = point.expand(latent.shape)
+        inside = bool(latent.prior.support.check(point).all())
+    except RuntimeError:
+        inside = False
+    if not inside:
+        raise CVIError(
+            message(
+                f"latent site '{latent.name}'",
+                f"init_loc_fn gave a value of shape {shape} that does not fit, or lies outside of the "
+                "support",
+                f"a value of shape {latent.shape} in the support {latent.prior.support}",
+                "check the values that init_loc_fn returns for this site",
+            )
+        )
+    return point
+
+
+def _around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
+    """A narrow member of the site's family around a point; None for a family that has no rule here.
+
+    Gamma, inverse Gamma: mean `point`. Beta, Dirichlet: mean `point`. Discrete: 9/10 on `point`.
+    """
+    n = _SPREAD**-2
+    if latent.support is not None:
+        values = latent.support.reshape(len(latent.support), -1)
+        same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
+        return ((0.9 * same + 0.1 / len(values)).log().to(torch.get_default_dtype()),)
+    laws = {
+        GAMMA: lambda: dist.Gamma(n, n / point),
+        INVERSE_GAMMA: lambda: dist.InverseGamma(n + 1, n * point),
+        BETA: lambda: dist.Beta(n * point, n * (1 - point)),
+        DIRICHLET: lambda: dist.Dirichlet(n * point),
+    }
+    law = laws.get(latent.family)
+    return None if law is None else latent.family.from_distribution(law())

@@ -115,11 +115,12 @@ class GaussianBelief(AbstractBelief):
         g_loc = _or_zeros(gradient[0], self.loc)
         target = -2 * symmetrise(_or_zeros(gradient[1], self.precision))
         precision = self.precision + rho * (target - self.precision) if rho != 1 else target
-        bad = torch.linalg.cholesky_ex(target).info != 0
+        found = torch.linalg.cholesky_ex(target)
+        bad = found.info != 0
         step = Step()
         if bool(bad.any()):
             precision, step = self._stay_inside(precision, target, bad, rho)
-        factor = torch.linalg.cholesky_ex(precision).L
+        factor = found.L if precision is target else torch.linalg.cholesky_ex(precision).L
         loc = self.loc + rho * solve_precision(factor, g_loc)
         moved = GaussianBelief(loc, precision)
         moved.__dict__["factor"] = factor

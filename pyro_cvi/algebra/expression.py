@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Union
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -200,7 +200,7 @@ class Opaque:
         return replace(self, shape=shape, axes=axes)
 
 
-Operand = Union[Const, Stat, Group, Link, Opaque]
+Operand: TypeAlias = Const | Stat | Group | Link | Opaque
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,6 +297,7 @@ def expand(e: Expression, shape: Sequence[int]) -> Expression:
 
 
 def add(a: Expression, b: Expression) -> Expression:
+    """a + b, with the constants added up and the terms side by side."""
     shape = broadcast_shapes(a.shape, b.shape)
     if not a.has_constant:
         constant = b.constant
@@ -308,6 +309,7 @@ def add(a: Expression, b: Expression) -> Expression:
 
 
 def negate(e: Expression) -> Expression:
+    """-e."""
     return scale(e, -1.0)
 
 
@@ -344,7 +346,7 @@ def _times_constant(e: Expression, tensor: Tensor) -> Expression:
 
 
 def as_operands(e: Expression) -> tuple[float, tuple[Operand, ...]]:
-    """(c, operands) with e = c * product of operands: a lone uncontracted term as it is, else a group."""
+    """(c, operands) with e = c * product of operands: a lone uncontracted term as is, else a group."""
     if not e.has_constant and len(e.terms) == 1 and not e.terms[0].contracted:
         return e.terms[0].coefficient, e.terms[0].operands
     return 1.0, (group(e),)
@@ -456,8 +458,9 @@ def einsum(
     output: Sequence[str],
     sizes: Mapping[str, int],
 ) -> Expression:
-    """Einsum over expressions; every input names its axes by strings. A sum is distributed only when
-    it is the one factor that is not constant.
+    """Einsum over expressions; every input names its axes by strings.
+
+    A sum is distributed only when it is the one factor that is not constant.
     """
     out = {name: i - len(output) for i, name in enumerate(output)}
     label = {name: out[name] if name in out else fresh_label() for name in sizes}
@@ -481,13 +484,14 @@ def einsum(
             )
             constant = missing * contract(pieces, len(shape))
         return Expression(shape, constant, tuple(terms))
-    coefficient, operands = 1.0, list(consts)
+    coefficient = 1.0
+    factors: list[Operand] = list(consts)
     for e, names in varying:
         c, ops = as_operands(e)
         mapping = {i - e.ndim: label[n] for i, n in enumerate(names)}
         coefficient *= c
-        operands.extend(Term(1.0, ops).relabelled(mapping).operands)
-    term = _with_missing(Term(coefficient, tuple(operands)), label, sizes)
+        factors.extend(Term(1.0, ops).relabelled(mapping).operands)
+    term = _with_missing(Term(coefficient, tuple(factors)), label, sizes)
     return Expression(shape, 0.0, (term,))
 
 

@@ -186,9 +186,8 @@ def _complement(e: Expression) -> Expression | None:
     """log(1 - z) for one scalar of a site on the unit interval, or for a sigmoid, else None."""
     if len(e.terms) != 1 or e.terms[0].coefficient != -1 or e.terms[0].contracted:
         return None
-    if not (isinstance(e.constant, float | int) and e.constant == 1):
-        if not (isinstance(e.constant, Tensor) and bool((e.constant == 1).all())):
-            return None
+    if not bool(torch.as_tensor(e.constant == 1).all()):
+        return None
     return _log1m(e.terms[0])
 
 
@@ -200,9 +199,11 @@ def _normal_cdf(e: Expression) -> Expression | None:
     if len(e.terms) != 1 or isinstance(e.constant, Tensor) or e.terms[0].contracted:
         return None
     (t,) = e.terms
-    if len(t.operands) != 1 or not isinstance(t.operands[0], Link):
+    if len(t.operands) != 1:
         return None
     (o,) = t.operands
+    if not isinstance(o, Link):
+        return None
     sign = 2 * t.coefficient if o.name == "erf" else t.coefficient
     if o.name == "erf" and e.constant == 0.5 and abs(sign) == 1:
         argument = scale(o.arguments[0], sign * math.sqrt(2))
@@ -236,6 +237,7 @@ def log1p(e: Expression) -> Expression:
 
 
 def sigmoid(e: Expression) -> Expression:
+    """1 / (1 + exp(-e)); its log, and the log of its complement, stay stable."""
     return link("sigmoid", torch.sigmoid, e)
 
 
@@ -275,11 +277,11 @@ def clamp_link(e: Expression, low: float, high: float) -> Expression:
     _, operands = as_operands(e)
     if all(isinstance(o, Const | Stat) for o in operands):
         return e
-    if len(operands) == 1 and isinstance(operands[0], Link) and operands[0].name == "sigmoid":
-        return e
-    if len(operands) == 1 and isinstance(operands[0], Group):
-        (g,) = operands
-        if _complement(g.expression) is not None:
+    if len(operands) == 1:
+        (o,) = operands
+        if isinstance(o, Link) and o.name == "sigmoid":
+            return e
+        if isinstance(o, Group) and _complement(o.expression) is not None:
             return e
     return link("clamp", _Clamp(low, high), e)
 

@@ -118,7 +118,9 @@ class LatentTensor(torch.Tensor):
             _record_read(name, args)
             return out
         if name in _CONSTANT:
-            if isinstance(out, Tensor):  # z.new_full(shape, u) keeps the number, not where it is from
+            if isinstance(
+                out, Tensor
+            ):  # z.new_full(shape, u) keeps the number, not where it is from
                 _record_read(name, (*args[1:], kwargs))
             return out
         if name == "__setitem__" and isinstance(args[0], LatentTensor):

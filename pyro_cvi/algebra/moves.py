@@ -8,6 +8,7 @@ operands separable (no index of the size of the output is ever built for a view)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -187,6 +188,10 @@ def _dtype_of(t: Term) -> torch.dtype:
     return torch.get_default_dtype()
 
 
+def _index_select(dim: int, index: Tensor, x: Tensor) -> Tensor:
+    return x.index_select(dim, index)
+
+
 def concatenate(parts: Sequence[Expression], dim: int, like: Tensor) -> Expression:
     """Cat along `dim`; `like` is the concatenated value (its shape, dtype and device).
 
@@ -205,17 +210,17 @@ def concatenate(parts: Sequence[Expression], dim: int, like: Tensor) -> Expressi
             raise ValueError("tensors of different ranks")
         size = e.shape[dim] if e.ndim == ndim else 0
         if size:
-            constant = e.constant if isinstance(e.constant, Tensor) else like.new_tensor(e.constant)
-            constants.append(constant.expand(e.shape))
+            own = e.constant if isinstance(e.constant, Tensor) else like.new_tensor(e.constant)
+            constants.append(own.expand(e.shape))
         if size and e.terms:
             clamped = (position - start).clamp(0, size - 1)
             bare = Expression(e.shape, 0.0, e.terms)
             inside = ((position >= start) & (position < start + size)).reshape(view)
-            placed = masked(move(bare, lambda x, c=clamped: x.index_select(dim, c)), inside)
+            placed = masked(move(bare, partial(_index_select, dim, clamped)), inside)
             result = placed if result is None else add(result, placed)
         start += size
     shape = tuple(like.shape)
-    constant = torch.cat(constants, dim) if constants else 0.0
+    constant: Tensor | float = torch.cat(constants, dim) if constants else 0.0
     if isinstance(constant, Tensor) and not constant.requires_grad and not constant.any():
         constant = 0.0
     return Expression(shape, constant, result.terms if result is not None else ())

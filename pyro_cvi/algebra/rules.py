@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _mul(out: Tensor, x: Any, y: Any) -> Expression:
 def _div(out: Tensor, x: Any, y: Any, *, rounding_mode: str | None = None) -> Expression | None:
     if rounding_mode is not None:
         return None
-    if isinstance(y, LatentTensor) or isinstance(y, Tensor):
+    if isinstance(y, Tensor):
         return multiply(_operand(x, out), fn.power(_operand(y, out), -1.0))
     return multiply(_operand(x, out), as_expression(1.0 / float(y)))
 
@@ -303,7 +304,8 @@ def _einsum(out: Tensor, equation: Any, *operands: Any) -> Expression | None:
         (plain(x).ndim - (len(p) - 3) if "..." in p else 0)
         for p, x in zip(parts, operands, strict=True)
     )
-    inputs, sizes = [], {}
+    inputs: list[tuple[Expression, list[str]]] = []
+    sizes: dict[str, int] = {}
     for p, x in zip(parts, operands, strict=True):
         e = _operand(x, out)
         names = _expand_ellipsis(p, e.ndim - (len(p) - 3) if "..." in p else 0, widest)
@@ -418,12 +420,18 @@ def _moved(name: str) -> Callable[..., Any]:
             return None
         e = E(x)
         if isinstance(out, tuple | list):
-            return tuple(
-                move(e, lambda t, i=i: method(t, *args, **kwargs)[i]) for i in range(len(out))
-            )
+            return tuple(move(e, partial(_part, method, i, args, kwargs)) for i in range(len(out)))
         return move(e, lambda t: method(t, *args, **kwargs))
 
     return rule
+
+
+def _part(
+    method: Callable[..., Any], i: int, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor
+) -> Tensor:
+    """The i-th of the tensors that an op such as split returns."""
+    part: Tensor = method(t, *args, **kwargs)[i]
+    return part
 
 
 def _flat(x: Any) -> list[Any]:

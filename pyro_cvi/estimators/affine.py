@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from pyro_cvi.algebra.expression import (
     Const,
     Expression,
     Group,
-    Operand,
     Stat,
     Statistic,
     Term,
@@ -151,7 +151,7 @@ class Reader:
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """coefficient * A z over one dense block; A is (*cells, active), its cells have the labels `axes`."""
+    """coefficient * A z over one dense block; A is (*cells, active), cells labelled by `axes`."""
 
     block: str
     coefficient: float
@@ -266,15 +266,14 @@ class Affine:
         total: Tensor | float = self.expression.constant
         for d in self.designs:
             total = contract([(d.loc(moments), d.axes)], self.ndim) + total
-        for t in self._readers():
+        for t in self._means:
             total = t(moments, self.ndim) + total
         assert isinstance(total, Tensor) or not self.expression.terms
         return total if isinstance(total, Tensor) else torch.tensor(total)
 
-    def _readers(self) -> list[_TermMean]:
-        if not hasattr(self, "_means"):
-            self._means = [_TermMean(t, self.structure) for t in self.terms]
-        return self._means
+    @cached_property
+    def _means(self) -> list[_TermMean]:
+        return [_TermMean(t, self.structure) for t in self.terms]
 
     def variance(self, moments: Moments) -> Tensor | float:
         """Var e, right-aligned to the expression's shape."""
@@ -328,7 +327,9 @@ class Covariance:
             total = pair(moments, self.ndim) + total
         return total
 
-    def _design_pair(self, x: Design | Selection, y: Design | Selection, moments: Moments) -> Tensor:
+    def _design_pair(
+        self, x: Design | Selection, y: Design | Selection, moments: Moments
+    ) -> Tensor:
         x, y = x.dense(), y.dense()
         cov = moments.gaussian[x.block][1][0][x.columns[:, None], y.columns]
         k, j = fresh_label(), fresh_label()
@@ -525,29 +526,31 @@ class _CovReader:
         if self.mask is not None or len(self.axes) > 3:
             return None
         axes: list[int] = []
-        for index, size in ((self.element, layout.count), (self.left, layout.width)):
-            axes += self._arange_axis(index, size)
-        axes += self._arange_axis(self.right, layout.width)
-        wanted = 3 if layout.count > 1 else 2
-        wanted -= 2 if layout.width == 1 else 0
-        if None in axes or len(axes) != wanted or len(set(axes)) != wanted:
-            return None
+        reads = (
+            (self.element, layout.count),
+            (self.left, layout.width),
+            (self.right, layout.width),
+        )
+        for index, size in reads:
+            if size > 1:
+                axis = self._arange_axis(index, size)
+                if axis is None or axis in axes:
+                    return None
+                axes.append(axis)
         return tuple(axes) if set(axes) == set(self.axes) else None
 
-    def _arange_axis(self, index: Tensor, size: int) -> list[int]:
-        if size == 1:
-            return []
+    def _arange_axis(self, index: Tensor, size: int) -> int | None:
+        """The one axis along which the index runs over 0 ... size - 1, if it does."""
         long = [i for i, n in enumerate(index.shape) if n > 1]
-        if len(long) == 1 and index.numel() == size:
-            steps = torch.arange(size, device=index.device)
-            if bool((index.reshape(-1) == steps).all()):
-                return [self.axes[long[0]]]
-        return [0]
+        if len(long) != 1 or index.numel() != size:
+            return None
+        steps = torch.arange(size, device=index.device)
+        return self.axes[long[0]] if bool((index.reshape(-1) == steps).all()) else None
 
     def __call__(self, moments: Moments) -> Tensor:
         cov = moments.gaussian[self.block][1]
         if self.simple is not None:
-            shape = [n for n, size in zip(cov.shape, cov.shape, strict=True) if size > 1]
+            shape = [n for n in cov.shape if n > 1]
             order = [self.simple.index(a) for a in self.axes]
             return cov.reshape(shape).permute(order)
         value = cov[self.element, self.left, self.right]
@@ -641,8 +644,3 @@ def _element_label(stat: Stat, layout: Layout) -> tuple[int, Tensor] | None:
     (i,) = varying
     line = element.movedim(i, 0).reshape(element.shape[i], -1)[:, 0]
     return (stat.axes[i], line) if torch.unique(line).numel() == line.numel() else None
-
-
-def replace_axes(o: Operand, axes: Axes) -> Operand:
-    """The operand under other labels."""
-    return replace(o, axes=axes)

@@ -11,14 +11,13 @@ expectation of a term is the product over its connected components:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.evaluate import evaluate
+from pyro_cvi.algebra.evaluate import operand_value
 from pyro_cvi.algebra.expression import (
     Axes,
     Const,
@@ -31,6 +30,7 @@ from pyro_cvi.algebra.expression import (
     Statistic,
     Term,
     contract,
+    merge_operands,
 )
 from pyro_cvi.algebra.moves import move
 from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
@@ -133,7 +133,9 @@ def _why(o: Operand) -> str:
         for p in inside:
             if isinstance(p, Opaque):
                 return p.reason
-        others = sorted({p.site.name for p in inside if isinstance(p, Stat) and p.site.kind != "real"})
+        others = sorted(
+            {p.site.name for p in inside if isinstance(p, Stat) and p.site.kind != "real"}
+        )
         if others:
             return f"'{o.name}' of '{others[0]}', which is not Gaussian"
         return f"'{o.name}' of more than two scalar predictors"
@@ -157,8 +159,6 @@ def _compile_multiplied_out(
     except NotAffine:
         return False
     trial = Expectation(result.shape, whole.constant)
-    from pyro_cvi.algebra.expression import merge_operands
-
     for s in whole.terms:
         s = Term(s.coefficient, merge_operands(s.operands))
         if any(isinstance(o, Group) for o in s.operands):
@@ -187,7 +187,7 @@ def _components(
             consts.append((value, o.axes))
             continue
         blocks = {structure.block[s] for s in o.sites}
-        members = [o]
+        members: list[Operand] = [o]
         for g in [g for g in groups if g[0] & blocks]:
             groups.remove(g)
             blocks |= g[0]
@@ -198,7 +198,6 @@ def _components(
 
 def evaluate_constant(o: Operand) -> Tensor:
     """The value of an operand without sites."""
-    from pyro_cvi.algebra.evaluate import operand_value
 
     def read(stat: Stat) -> Tensor:
         raise AssertionError(stat)
@@ -292,7 +291,7 @@ def _multilinear(operands: list[Operand], structure: Structure) -> Component | N
         first = compile_affine(_as_cells(operands[0], axes, shape), structure)
         if len(operands) == 1:
             return _AffineMean(first, axes, shape)
-        if operands[0] is operands[1]:
+        if _same_factor(operands[0], operands[1]):
             return _Product(first, first, None, axes, shape)
         second = compile_affine(_as_cells(operands[1], axes, shape), structure)
         return _Product(first, second, Covariance(first, second), axes, shape)
@@ -577,11 +576,18 @@ def _same_operand(p: Operand, q: Operand) -> bool:
     return False
 
 
+def _same_factor(p: Operand, q: Operand) -> bool:
+    """Whether a product of two operands is a square."""
+    if p is q:
+        return True
+    if p.axes != q.axes:
+        return False
+    if isinstance(p, Group) and isinstance(q, Group):
+        return same_expression(p.expression, q.expression)
+    return isinstance(p, Stat) and _same_operand(p, q)
+
+
 def _same_value(x: Tensor | float, y: Tensor | float) -> bool:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
     return not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y
-
-
-Loss = Callable[[Moments], Tensor]
-__all__ += ["evaluate"]

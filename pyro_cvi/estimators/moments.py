@@ -90,16 +90,16 @@ class Moments:
 
     gaussian: dict[str, tuple[Tensor, Tensor]]
     other: dict[str, tuple[Tensor, ...]]
-    _pooled: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _pooled: dict[Pool, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _diagonal: dict[str, Tensor] = field(default_factory=dict)
 
     def pooled(self, pool: Pool) -> tuple[Tensor, Tensor]:
         """A m and diag(A V A^T) for the stacked rows of a pool; computed once."""
-        if pool.block not in self._pooled:
+        if pool not in self._pooled:
             loc, cov = self.gaussian[pool.block]
             matrix = pool.matrix.to(loc.dtype)
-            self._pooled[pool.block] = (matrix @ loc[0], row_quadratic(matrix, cov[0]))
-        return self._pooled[pool.block]
+            self._pooled[pool] = (matrix @ loc[0], row_quadratic(matrix, cov[0]))
+        return self._pooled[pool]
 
     def diagonal(self, block: str) -> Tensor:
         """Marginal variances of a block, flattened as (element, position); computed once."""

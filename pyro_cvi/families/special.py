@@ -76,6 +76,8 @@ class _Polygamma(torch.autograd.Function):
 
 
 def _polygamma(order: int, x: Tensor) -> Tensor:
+    if not x.requires_grad and not torch._C._are_functorch_transforms_active():
+        return _Polygamma.forward(order, x)  # the wrapper of Function costs more than the value
     apply: Callable[[int, Tensor], Tensor] = _Polygamma.apply
     return apply(order, x)
 

@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def structure(self) -> str:
-        """ "dense", "diagonal" or "plated"."""
+        """Dense, diagonal or plated."""
         if self.count <= 1:
             return "dense"
         return "diagonal" if self.width == 1 else "plated"

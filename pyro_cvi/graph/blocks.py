@@ -131,7 +131,7 @@ def _factor_sites(t: Term) -> list[frozenset[str]]:
     """Site sets of a term's operands, counting a square (the same group twice) once."""
     operands: list[Stat | Group] = []
     for o in t.operands:
-        if isinstance(o, Stat | Group) and not any(o is p for p in operands):
+        if isinstance(o, Stat | Group) and not any(o.sites == p.sites for p in operands):
             operands.append(o)
     return [o.sites for o in operands]
 

@@ -19,7 +19,7 @@ from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import opaque
 from pyro_cvi.graph.symbolic import NO_GRADIENT, Factor, Symbolic, fill_masked, is_factor_site
 
-__all__ = ["checked", "factor_values", "fingerprint"]
+__all__ = ["all_opaque", "checked", "factor_values", "fingerprint"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 
@@ -95,45 +95,32 @@ def _agrees(
     try:
         with torch.no_grad():
             mine = evaluate(f.expression, point_reader(dict(point))).expand(f.expression.shape)
-            mine = _branch(mine, f, symbolic, point, real)
     except OpaqueError:
         return True  # what is opaque is sampled: there is no claim to check
     return _agree(mine, real, site["mask"] if f.observed else None)
 
 
 def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:
-    upstream = symbolic.order[: symbolic.order.index(f.name) + 1]
-    sites = [n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None]
     reason = "the self-check found a dependence that torch operations did not show"
-    written = [n for n in sites if n in symbolic.recorder.written]
+    written = [n for n in _upstream(f, symbolic) if n in symbolic.recorder.written]
     if written:
         how = symbolic.recorder.written[written[0]]
         reason = f"the self-check found that '{written[0]}' was written into a tensor by {how}"
     else:
         reason = f"{reason}, {NO_GRADIENT}"
+    return all_opaque(f, symbolic, reason)
+
+
+def all_opaque(f: Factor, symbolic: Symbolic, reason: str) -> Factor:
+    """The factor as an unknown function of every continuous site up to it."""
+    sites = _upstream(f, symbolic)
     e = opaque(sites, reason, f.expression.shape)
     return replace(f, expression=e, forced={**dict.fromkeys(sites, reason), **f.forced})
 
 
-def _branch(
-    value: Tensor, f: Factor, symbolic: Symbolic, point: Mapping[str, Tensor], real: Tensor
-) -> Tensor:
-    """Pick the enumerated branch that the point took."""
-    for n in f.enumerated:
-        latent = symbolic.latents[n]
-        assert latent.enum_dim is not None and latent.support is not None
-        event = latent.support.ndim - 1
-        flat_support = latent.support.reshape(latent.support.shape[0], -1).to(point[n].dtype)
-        here = point[n].reshape(*point[n].shape[: point[n].ndim - event], -1)
-        index = (here.unsqueeze(-2) == flat_support).all(-1).long().argmax(-1)
-        dim = latent.enum_dim
-        rest = value.shape[value.ndim + dim + 1 :]
-        index = index.reshape((1,) * (len(rest) - index.ndim) + index.shape).expand(rest)
-        index = index.expand(*value.shape[: value.ndim + dim], 1, *rest)
-        value = value.gather(value.ndim + dim, index)
-    while value.ndim > real.ndim and value.shape[0] == 1:
-        value = value[0]
-    return value
+def _upstream(f: Factor, symbolic: Symbolic) -> list[str]:
+    upstream = symbolic.order[: symbolic.order.index(f.name) + 1]
+    return [n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None]
 
 
 def _agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
@@ -150,4 +137,8 @@ def _agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
     # A density is a difference of large numbers when the point is far out: compare on their scale.
     bound = tol * (1 + real.abs())
     bad = keep & ~((mine - real).abs() <= bound)
-    return not bool(bad.any())
+    # Where the density is zero or overflows, the expression must say so too.
+    lost = ~real.isfinite() & mine.isfinite()
+    if isinstance(mask, Tensor):
+        lost = lost & mask.expand(lost.shape)
+    return not bool(bad.any()) and not bool(lost.any())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -12,12 +12,13 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.graph.check import checked, factor_values, fingerprint
+from pyro_cvi.graph.check import all_opaque, checked, factor_values, fingerprint
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Latent,
     Symbolic,
     describe_latents,
+    enumerated_values,
     is_factor_site,
     plain_trace,
     run_symbolic,
@@ -83,11 +84,16 @@ def prepare(
         _check_same_sites(previous.plan.latents, latents)
     subsample = subsample_values(trace)
     _check_plates(latents, trace)
-    symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample)
+    symbolic = _run(model, args, kwargs, latents, nesting, subsample)
     fresh = plain_trace(model, args, kwargs, subsample)
     values = factor_values(fresh)
     _check_batch(fresh, values)
     point = {n: fresh.nodes[n]["value"] for n in latents}
+    discrete = enumerated_values(latents)
+    if discrete:  # every branch counts, not only the one that this draw took
+        point |= discrete
+        fresh = plain_trace(model, args, kwargs, {**subsample, **point})
+        values = factor_values(fresh)
     runs, all_values = [fresh], [values]
     symbolic_checked = checked(symbolic, runs, all_values)
     for shrink in _SHRINK:
@@ -102,6 +108,26 @@ def prepare(
     plan = make_plan(symbolic, max_dense_dim, before, stochastic=_is_subsampled(trace))
     key = fingerprint(fresh, values)
     return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace)
+
+
+def _run(
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    latents: Mapping[str, Latent],
+    nesting: int,
+    subsample: Mapping[str, Tensor],
+) -> Symbolic:
+    """The symbolic run; a model that cannot run on symbols is sampled as a whole."""
+    try:
+        return run_symbolic(model, args, kwargs, latents, nesting, subsample)
+    except Exception as error:
+        fixed = {n: x.value for n, x in latents.items() if x.enum_dim is None}
+        symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample, fixed)
+        reason = f"the model raised {type(error).__name__} on symbolic values"
+        return replace(
+            symbolic, factors=[all_opaque(f, symbolic, reason) for f in symbolic.factors]
+        )
 
 
 def _made_opaque(before: Symbolic, after: Symbolic) -> bool:

@@ -139,7 +139,8 @@ class Sampler:
         if isinstance(belief, GaussianBelief):
             assert noise is not None and block.layout is not None
             z = belief.loc + matvec(belief.scale_tril, noise[i])
-            leaf = z.detach().requires_grad_()
+            # A site that is read as a number has no gradient to give, and may go through numpy.
+            leaf = z.detach().requires_grad_(not self.by_score & set(block.sites))
             return Draw(leaf, scatter(block, leaf), leaf.detach())
         assert isinstance(belief, FamilyBelief)
         natural = tuple(n.detach().requires_grad_() for n in belief.natural)
@@ -178,10 +179,14 @@ class Sampler:
                 parts = evaluator.leaves[b.name]
             inputs += parts
             owners += [b.name] * len(parts)
-        found = torch.autograd.grad(total, inputs, allow_unused=True)
+        wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
+        found: list[Tensor | None] = [None] * len(inputs)
+        some = torch.autograd.grad(total, [inputs[i] for i in wanted], allow_unused=True)
+        for i, g in zip(wanted, some, strict=True):
+            found[i] = g
         grads: dict[str, Any] = {}
-        for owner, g in zip(owners, found, strict=True):
-            grads.setdefault(owner, []).append(g)
+        for owner, part in zip(owners, found, strict=True):
+            grads.setdefault(owner, []).append(part)
         return float(total.detach()), grads
 
     def _combine(

@@ -131,6 +131,11 @@ class _Symbols(Messenger):
         msg["done"] = True
 
 
+def enumerated_values(latents: Mapping[str, Latent]) -> dict[str, Tensor]:
+    """The values at which the discrete sites are enumerated."""
+    return {n: _enumerated_value(x) for n, x in latents.items() if x.enum_dim is not None}
+
+
 def _enumerated_value(latent: Latent) -> Tensor:
     assert latent.support is not None and latent.enum_dim is not None
     k, event = latent.support.shape[0], latent.support.shape[1:]

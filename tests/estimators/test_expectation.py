@@ -203,12 +203,16 @@ def other(
     return LatentTensor.make(value, site_expression(ref)), Structure({"x": family}, {"x": "x"}, {})
 
 
+def _normalised(x: Tensor, c: Tensor) -> Tensor:
+    return (c * (x / x.sum(-1, keepdim=True)).log()).sum(-1)
+
+
 STATISTICS = {
     "Gamma": (GAMMA, "positive", (4,), 0, lambda x, c: c * x - 2 * x.log() + (3 * x).log() + 1),
     "Gamma scale": (GAMMA, "positive", (4,), 0, lambda x, c: x.rsqrt() ** -2 * c + x.sqrt().log()),
     "InverseGamma": (INVERSE_GAMMA, "positive", (4,), 0, lambda x, c: c / x - x.sqrt().log()),
     "Beta": (BETA, "unit", (4,), 0, lambda x, c: c * x.log() + torch.log1p(-x) + (1 - x).log()),
-    "Dirichlet": (DIRICHLET, "simplex", (2, 4), 1, lambda x, c: (c * (x / x.sum(-1, keepdim=True)).log()).sum(-1)),
+    "Dirichlet": (DIRICHLET, "simplex", (2, 4), 1, _normalised),
 }  # fmt: skip
 
 
