@@ -206,6 +206,9 @@ class AutoCVI(AutoGuide):
             site = block.sites[0]
             if block.layout is None and site in located:
                 tensors = _around(latents[site], located[site]) or tensors
+            if _is_finite(latents[site]):
+                prior, value = latents[site].prior, latents[site].value
+                tensors = tuple(t.to(prior.log_prob(value).dtype) for t in tensors)
             buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
         if self._buffers:
             self._check_loaded(buffers)
@@ -588,7 +591,7 @@ def _around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
     if latent.support is not None:
         values = latent.support.reshape(len(latent.support), -1)
         same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
-        return ((0.9 * same + 0.1 / len(values)).log().to(torch.get_default_dtype()),)
+        return ((0.9 * same + 0.1 / len(values)).log(),)
     laws = {
         GAMMA: lambda: dist.Gamma(n, n / point),
         INVERSE_GAMMA: lambda: dist.InverseGamma(n + 1, n * point),

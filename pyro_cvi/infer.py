@@ -97,6 +97,7 @@ class CVI:
         self._counts: dict[str, Step] = {}
         self._time = 0
         self._rate = 0.5
+        self._sampled_value = 0.0
         self._before: dict[str, Belief] = {}
 
     # --- public ------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class CVI:
         try:
             evaluator = self._evaluator_for(prepared)
             self._sweep(evaluator, prepared, args, kwargs)
-            elbo = self._elbo(evaluator, prepared, args, kwargs)
+            elbo = evaluator.elbo() + self._sampled_value
             if math.isnan(elbo) or not all(b.is_finite() for b in evaluator.beliefs.values()):
                 raise CVIError(self._not_finite(evaluator, elbo))
         except BaseException:
@@ -127,7 +128,7 @@ class CVI:
         self._before = before
         self._time += 1
         if prepared.plan.learns:
-            self._learn(evaluator)
+            self._learn(evaluator, prepared, args, kwargs)
         return -elbo
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
@@ -201,10 +202,8 @@ class CVI:
         kwargs: dict[str, Any],
     ) -> None:
         plan = prepared.plan
-        noisy: frozenset[str] = frozenset()
-        if plan.sampled_sites():
-            noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
-            self._sampled_sweep(evaluator, self._sampler(prepared, args, kwargs), noisy)
+        self._sampled_value = 0.0
+        noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
         for block in plan.blocks:
             if block.size == 0 or block.name in noisy:
                 continue
@@ -214,6 +213,8 @@ class CVI:
                 self._exact_step(evaluator, block)
             else:
                 self._searched_step(evaluator, block)
+        if noisy:
+            self._sampled_sweep(evaluator, self._sampler(prepared, args, kwargs), noisy)
 
     def _sampled_sweep(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
         """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
@@ -240,8 +241,10 @@ class CVI:
                 evaluator.set(name, old[name])
             self._control = controls
             self._rate = max(self._rate / 2, 1e-4)
+            self._sampled_value = again.value
         else:
             self._rate = min(1.0, self._rate * 1.2)
+            self._sampled_value = after.value
 
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -378,37 +381,30 @@ class CVI:
                 )
             )
 
-    def _learn(self, evaluator: Evaluator) -> None:
+    def _learn(
+        self,
+        evaluator: Evaluator,
+        prepared: Prepared,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """One step of the user's optimiser on the parameters, with the posterior held fixed."""
         assert self.optim is not None
-        loss = -evaluator.expectations()
-        parameters = _leaf_parameters(loss, evaluator)
-        for p, g in parameters:
-            p.grad = g
-        self.optim({p for p, _ in parameters})
-        for p, _ in parameters:
+        leaves = list(prepared.parameters.values())
+        grads: list[Tensor | None] = [None] * len(leaves)
+        elbo = evaluator.expectations()
+        if elbo.requires_grad:
+            grads = list(torch.autograd.grad(elbo, leaves, allow_unused=True))
+        if prepared.plan.sampled_sites():
+            sampler = self._sampler(prepared, args, kwargs)
+            sampled = sampler.estimate(evaluator, self._control, parameters=leaves).parameters
+            grads = [_sum(a, b) for a, b in zip(grads, sampled, strict=True)]
+        for p, g in zip(leaves, grads, strict=True):
+            p.grad = torch.zeros_like(p) if g is None else -g
+        self.optim(set(leaves))
+        for p in leaves:
             p.grad = torch.zeros_like(p)
         self._evaluator = None
-
-
-def _leaf_parameters(loss: Tensor, evaluator: Evaluator) -> list[tuple[Tensor, Tensor]]:
-    own = {id(t) for leaves in evaluator.leaves.values() for t in leaves}
-    found: dict[int, Tensor] = {}
-    stack, seen = [loss.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
-            found[id(variable)] = variable
-        stack += [n for n, _ in node.next_functions]
-    leaves = list(found.values())
-    if not leaves:
-        return []
-    grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    return [(p, g) for p, g in zip(leaves, grads, strict=True) if g is not None]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

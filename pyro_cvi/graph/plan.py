@@ -77,6 +77,9 @@ class CompiledFactor:
 class Plan:
     """Blocks in update order, factors, and the structure of the posterior.
 
+    `learns` says that the model has parameters for the user's optimiser; a `stochastic` plan sees
+    part of a plate's elements at a time.
+
     `scattered` sites start at a draw from the prior, for their prior mean may be a saddle.
     """
 
@@ -133,15 +136,11 @@ def make_structure(symbolic: Symbolic, max_dense_dim: int) -> tuple[tuple[Block,
     return tuple(blocks), structure
 
 
-def compile_factors(
-    symbolic: Symbolic, structure: Structure, only: frozenset[str] | None = None
-) -> list[CompiledFactor]:
-    """Compile the expectation of every factor (or of those named)."""
-    learns = _learns(symbolic)
+def compile_factors(symbolic: Symbolic, structure: Structure) -> list[CompiledFactor]:
+    """Compile the expectation of every factor."""
+    learns = _constants_require_grad(symbolic)
     result = []
     for f in symbolic.factors:
-        if only is not None and f.name not in only:
-            continue
         expectation = compile_expectation(f.expression, structure, learn_constants=learns)
         order = list(symbolic.latents)
         how = {s: expectation.how[s] for s in sorted(expectation.how, key=order.index)}
@@ -164,6 +163,7 @@ def make_plan(
     previous: Plan | None = None,
     *,
     stochastic: bool = False,
+    learns: bool = False,
 ) -> Plan:
     """Compile a plan; the blocks of `previous` are kept (its posterior lives in them)."""
     if previous is None:
@@ -178,7 +178,7 @@ def make_plan(
         tuple(factors),
         structure,
         stochastic,
-        _learns(symbolic),
+        learns,
         multiplied_sites(symbolic.latents, symbolic.factors) | _sampled(factors),
     )
 
@@ -201,8 +201,8 @@ def _check_factors(symbolic: Symbolic, factors: Sequence[CompiledFactor]) -> Non
             )
 
 
-def _learns(symbolic: Symbolic) -> bool:
-    """Whether constants of the factors carry gradients (pyro.param, nn.Module parameters)."""
+def _constants_require_grad(symbolic: Symbolic) -> bool:
+    """Whether constants of the factors carry gradients (parameters, or draws of sampled sites)."""
     return any(_requires_grad(f.expression) for f in symbolic.factors)
 
 

@@ -41,6 +41,7 @@ class Prepared:
     point: Mapping[str, Tensor]
     fingerprint: tuple[Any, ...]
     trace: poutine.Trace
+    parameters: Mapping[str, Tensor]
 
     def still_holds(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """One plain run at the check's point: same sites, same densities, hence the same plan."""
@@ -105,9 +106,25 @@ def prepare(
         symbolic_checked = checked(symbolic, runs, all_values)
     symbolic = symbolic_checked
     before = None if previous is None else previous.plan
-    plan = make_plan(symbolic, max_dense_dim, before, stochastic=_is_subsampled(trace))
+    parameters = _parameters(trace)
+    plan = make_plan(
+        symbolic,
+        max_dense_dim,
+        before,
+        stochastic=_is_subsampled(trace),
+        learns=bool(parameters),
+    )
     key = fingerprint(fresh, values)
-    return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace)
+    return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace, parameters)
+
+
+def _parameters(trace: poutine.Trace) -> dict[str, Tensor]:
+    """The unconstrained leaves of the model's pyro.param sites, as SVI finds them."""
+    found = {}
+    for name, site in trace.nodes.items():
+        if site["type"] == "param" and site["value"].requires_grad:
+            found[name] = site["value"].unconstrained()
+    return found
 
 
 def _run(

@@ -12,7 +12,7 @@ leave-one-out baseline serves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,9 @@ _FULL_ROUND = 64
 """Blocks up to this width get an antithetic pair for every direction."""
 
 
+_PARAMETERS = "parameters of the model"
+
+
 @dataclass
 class Estimate:
     """The sampled factors' part of the ELBO, and their messages per block (gradients in its leaves)."""
@@ -39,6 +42,7 @@ class Estimate:
     value: float
     messages: dict[str, list[Tensor | None]] = field(default_factory=dict)
     values: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,7 @@ class Sampler:
         control: Mapping[str, tuple[Tensor, ...]],
         gradient: bool = True,
         seed: int | None = None,
+        parameters: Sequence[Tensor] = (),
     ) -> Estimate:
         """Average over draws; antithetic pairs for Gaussian blocks.
 
@@ -94,7 +99,7 @@ class Sampler:
         if seed is not None:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                return self.estimate(evaluator, control, gradient)
+                return self.estimate(evaluator, control, gradient, None, parameters)
         noise = self._noise(evaluator)
         draws: list[dict[str, Draw]] = []
         values: list[float] = []
@@ -105,11 +110,15 @@ class Sampler:
                     b.name: self._draw(b, evaluator.beliefs[b.name], noise[b.name], i)
                     for b in self.blocks
                 }
-                value, g = self._one(evaluator, current, gradient)
+                value, g = self._one(evaluator, current, gradient, parameters)
             draws.append(current)
             values.append(value)
             grads.append(g)
         result = Estimate(sum(values) / self.count, values=values)
+        for i, p in enumerate(parameters):
+            parts = [g[_PARAMETERS][i] for g in grads if g.get(_PARAMETERS)]
+            mean = _average(tuple(parts), self.count)
+            result.parameters.append(torch.zeros_like(p) if mean is None else mean)
         if gradient:
             for b in self.plan.blocks:
                 result.messages[b.name] = self._combine(
@@ -150,7 +159,11 @@ class Sampler:
         return Draw(natural, {block.sites[0]: value.reshape(shape)}, value)
 
     def _one(
-        self, evaluator: Evaluator, draws: Mapping[str, Draw], gradient: bool
+        self,
+        evaluator: Evaluator,
+        draws: Mapping[str, Draw],
+        gradient: bool,
+        parameters: Sequence[Tensor],
     ) -> tuple[float, dict[str, Any]]:
         fixed = {s: v for d in draws.values() for s, v in d.values.items()}
         symbolic = run_symbolic(
@@ -161,8 +174,9 @@ class Sampler:
             self.nesting,
             self.subsample,
             fixed,
+            self.names,
         )
-        factors = compile_factors(symbolic, self.plan.structure.fresh(), self.names)
+        factors = compile_factors(symbolic, self.plan.structure.fresh())
         moments, probabilities = moments_of(self.plan, evaluator.leaves)
         total = torch.zeros(())
         for f in factors:
@@ -179,6 +193,8 @@ class Sampler:
                 parts = evaluator.leaves[b.name]
             inputs += parts
             owners += [b.name] * len(parts)
+        inputs += parameters
+        owners += [_PARAMETERS] * len(parameters)
         wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
         found: list[Tensor | None] = [None] * len(inputs)
         some = torch.autograd.grad(total, [inputs[i] for i in wanted], allow_unused=True)

@@ -276,8 +276,12 @@ def run_symbolic(
     nesting: int,
     subsample: Mapping[str, Tensor],
     fixed: Mapping[str, Tensor] | None = None,
+    only: frozenset[str] | None = None,
 ) -> Symbolic:
-    """Run the model on symbols; `fixed` latents are constants of the run instead."""
+    """Run the model on symbols; `fixed` latents are constants of the run instead.
+
+    With `only` the factors of these names alone are read.
+    """
     recorder = Recorder()
     symbols = _Symbols(latents, fixed or {}, recorder)
     with (
@@ -290,7 +294,7 @@ def run_symbolic(
         trace = poutine.trace(model).get_trace(*args, **kwargs)
         factors = []
         for position, (name, site) in enumerate(trace.nodes.items()):
-            if is_factor_site(site):
+            if is_factor_site(site) and (only is None or name in only):
                 factors.append(
                     _factor(site, latents, position, symbols.forced.get(name, {}), fixed or {})
                 )

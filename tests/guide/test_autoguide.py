@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from guide_cases import NAMES, dense, gammas, logistic, mixture, plated, zoo
+from guide_cases import NAMES, dense, zoo
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
@@ -28,7 +28,9 @@ def fitted(name, steps=2):
 
 def latents_of(model, args):
     trace = poutine.trace(model).get_trace(*args)
-    return {n: s for n, s in trace.iter_stochastic_nodes() if type(s["fn"]).__name__ != "_Subsample"}
+    return {
+        n: s for n, s in trace.iter_stochastic_nodes() if type(s["fn"]).__name__ != "_Subsample"
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,18 +65,15 @@ def test_whatever_else_a_guide_trace_holds_is_auxiliary(name):
 def test_trace_elbo_of_the_guide_agrees_with_evaluate_loss(name):
     model, args, guide, cvi = fitted(name)
     elbo = Trace_ELBO(max_plate_nesting=2)
-    losses = torch.tensor([elbo.loss(model, guide, *args) for _ in range(150)])
+    losses = torch.tensor([elbo.loss(model, guide, *args) for _ in range(100)])
     error = losses.std() / math.sqrt(len(losses)) + 1e-9 * losses.mean().abs()
     assert abs(losses.mean() - cvi.evaluate_loss(*args)) < 4 * error
 
 
 @pytest.mark.parametrize("name", ["dense", "logistic", "gammas", "variance", "coins"])
 def test_vectorised_particles_agree_with_evaluate_loss(name):
-    models = {"dense": batch_safe_dense, "logistic": batch_safe_logistic}
     model, args = zoo()[name]
-    model = models.get(name, model)
-    if name == "gammas":
-        model = batch_safe_gammas
+    model = {"dense": batch_safe_dense, "logistic": batch_safe_logistic}.get(name, model)
     guide = AutoCVI(model)
     cvi = CVI(model, guide)
     cvi.step(*args)
@@ -97,14 +96,15 @@ def batch_safe_logistic(x, y):
         pyro.sample("y", dist.Bernoulli(logits=(x * w).sum(-1)), obs=y)
 
 
-def batch_safe_gammas(y):
-    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0).expand([3]).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
-
-
-@pytest.mark.parametrize("loss", [Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO])
-@pytest.mark.parametrize("name", ["dense", "mixture"])
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("dense", Trace_ELBO),
+        ("dense", TraceMeanField_ELBO),  # it refuses guides with discrete sites
+        ("mixture", Trace_ELBO),
+        ("mixture", TraceGraph_ELBO),
+    ],
+)
 def test_svi_accepts_the_guide_and_leaves_the_posterior_alone(name, loss):
     model, args, guide, _ = fitted(name)
     before = {k: v.clone() for k, v in guide.state_dict().items()}
@@ -139,14 +139,29 @@ def test_looking_at_the_posterior_changes_nothing(name):
     assert CVI(model, guide).step(*args) == pytest.approx(left, rel=1e-12)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_predictive_draws_latents_and_new_data(parallel):
+def test_parallel_predictive_draws_latents_and_new_data():
+    # Scalars only: of a guide without plates Pyro's parallel Predictive misplaces vector sites.
+    def model(x, y):
+        a, b = pyro.sample("a", dist.Normal(0.0, 1.0)), pyro.sample("b", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(a * x + b, 0.5), obs=y)
+
+    guide = AutoCVI(model)
+    CVI(model, guide).step(torch.randn(8), torch.randn(8))
+    draws = Predictive(model, guide=guide, num_samples=300, parallel=True)(torch.randn(5), None)
+    assert draws["y"].shape == (300, 5)
+    assert draws["a"].shape == draws["b"].shape == (300, 1)
+    mean, sd = guide.posterior("a").mean, guide.posterior("a").stddev
+    assert abs(draws["a"].mean() - mean) < 5 * sd / math.sqrt(300)
+
+
+def test_sequential_predictive_draws_latents_and_new_data():
     model = batch_safe_dense
     x, y = torch.randn(8, 3), torch.randn(8)
     guide = AutoCVI(model)
     CVI(model, guide).step(x, y)
     new = torch.randn(5, 3)
-    draws = Predictive(model, guide=guide, num_samples=300, parallel=parallel)(new, None)
+    draws = Predictive(model, guide=guide, num_samples=300)(new, None)
     assert draws["y"].shape == (300, 5)
     assert draws["w"].reshape(300, -1).shape == (300, 3)
     mean = new @ guide.posterior("w").mean + guide.posterior("b").mean
@@ -305,10 +320,11 @@ def test_conditioned_sites_are_data():
 
 def test_intervened_sites_keep_their_prior():
     guide, _ = fit(poutine.do(chain, data={"z": torch.tensor(1.0)}), Y.double())
-    assert float(guide.posterior("z").variance) == pytest.approx(1.25, rel=1e-9) or set(
-        guide.median()
-    ) == {"mu", "z"}
-    assert float(guide.posterior("mu").mean) == pytest.approx(0.0, abs=1e-9)
+    mu, z = guide.posterior("mu"), guide.posterior("z")
+    assert float(mu.mean) == pytest.approx(0.0, abs=1e-12)
+    assert float(z.mean) == pytest.approx(0.0, abs=1e-12)
+    assert float(mu.variance) == pytest.approx(1.0, rel=1e-9)
+    assert float(z.variance) == pytest.approx(1.25, rel=1e-9)
 
 
 def test_a_reparameterised_model_has_the_same_bound():
@@ -438,10 +454,10 @@ def test_the_posterior_has_the_dtype_of_the_sites_not_the_default(default, dtype
     guide = AutoCVI(both_kinds)
     CVI(both_kinds, guide).step(y, dtype)
     assert {v.dtype for v in guide.state_dict().values()} == {dtype}
-    values, medians = guide(y, dtype), guide.median()
+    values, medians, quantiles = guide(y, dtype), guide.median(), guide.quantiles([0.25])
     for site in ("loc", "rate", "p", "on"):
         assert values[site].dtype == medians[site].dtype == dtype
-        assert guide.quantiles([0.25])[site].dtype == dtype
+        assert quantiles[site].dtype == dtype
     assert values["k"].dtype == medians["k"].dtype == torch.long
     assert math.isfinite(Trace_ELBO().loss(both_kinds, guide, y, dtype))
 
@@ -455,7 +471,3 @@ def test_every_model_works_at_either_default_dtype(name, dtype):
     assert math.isfinite(Trace_ELBO().loss(model, guide, *args))
     assert all(bool(torch.isfinite(v).all()) for v in guide.median().values())
     assert math.isfinite(cvi.evaluate_loss(*args))
-
-
-# Models that are used by name only through the zoo, kept importable from here for pickling.
-__all__ = ["dense", "gammas", "logistic", "mixture", "plated"]

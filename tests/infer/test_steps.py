@@ -229,3 +229,22 @@ def test_logistic_regressions_reach_their_reference(name, shared_data):
         torch.testing.assert_close(
             q.loc[:5], torch.tensor(reference["posterior_mean_first5"]), rtol=1e-3, atol=1e-3
         )
+
+
+def test_a_decoder_is_trained_through_samples():
+    decoder = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    z = torch.randn(20, 1)
+    x = torch.cat([z, z.square()], 1)
+
+    def model(x):
+        pyro.module("decoder", decoder)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, torch.ones(1)).to_event(1))
+            pyro.sample("x", dist.Normal(decoder(z), 0.5).to_event(1), obs=x)
+
+    cvi = CVI(model, AutoCVI(model), optim=pyro.optim.Adam({"lr": 0.02}))
+    before = [p.detach().clone() for p in decoder.parameters()]
+    losses = [cvi.step(x) for _ in range(40)]
+    moved = [float((p.detach() - b).abs().max()) for p, b in zip(decoder.parameters(), before)]
+    assert min(moved) > 0.01
+    assert losses[-1] < 0.6 * losses[0]
