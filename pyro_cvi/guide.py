@@ -94,6 +94,7 @@ class AutoCVI(AutoGuide):
         self.max_dense_dim = max_dense_dim
         self.num_samples = num_samples
         self.init_loc_fn = init_loc_fn
+        self._model: tuple[Callable[..., Any] | None]  # set by AutoGuide
         self._prepared: Prepared | None = None
         self._beliefs: dict[str, tuple[Belief, list[tuple[Tensor, int]]]] = {}
 
@@ -262,12 +263,13 @@ class AutoCVI(AutoGuide):
     ) -> dict[str, Tensor]:
         """Where `init_loc_fn` puts the sites, in one run in which each site sees those before it."""
         found: dict[str, Tensor] = {}
+        init_loc_fn: Any = self.init_loc_fn
 
         def start(site: Any) -> Any:
             name = site["name"]
-            if name not in latents or not _is_meant(self.init_loc_fn, latents[name]):
+            if name not in latents or not _is_meant(init_loc_fn, latents[name]):
                 return site["fn"].sample()
-            found[name] = _checked_point(latents[name], self.init_loc_fn(site))
+            found[name] = _checked_point(latents[name], init_loc_fn(site))
             return found[name]
 
         with poutine.block(), InitMessenger(start):
@@ -275,7 +277,7 @@ class AutoCVI(AutoGuide):
         return found
 
     def _buffers_of(self, block: Block) -> tuple[Tensor, ...]:
-        return tuple(self._buffers[n] for n in _buffer_names(block))  # type: ignore[misc]
+        return tuple(self._buffers[n] for n in _buffer_names(block))
 
     def belief(self, block: Block) -> Belief:
         """The belief held in the block's buffers, with what was derived from it."""

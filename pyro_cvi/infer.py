@@ -108,19 +108,25 @@ class CVI:
         Where something is sampled or subsampled the return value is an estimate. An error leaves the
         posterior as it was.
         """
+        with torch.enable_grad():
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        kept, control = self.guide._prepared, dict(self._control)
         prepared = self.guide.prepare(self.model, args, kwargs)
-        self._check_params(prepared)
         before = self.guide.beliefs()
         try:
+            self._check_params(prepared)
             evaluator = self._evaluator_for(prepared)
             self._sweep(evaluator, prepared, args, kwargs)
             elbo = evaluator.elbo() + self._sampled_value
-            if math.isnan(elbo) or not all(b.is_finite() for b in evaluator.beliefs.values()):
+            if not math.isfinite(elbo) or not all(
+                b.is_finite() for b in evaluator.beliefs.values()
+            ):
                 raise CVIError(self._not_finite(evaluator, elbo))
         except BaseException:
-            self._evaluator = None
-            for block in prepared.plan.blocks:
-                self.guide.set_belief(block, before[block.name])
+            self._evaluator, self._control = None, control
+            self.guide._prepared = kept or prepared
             raise
         for block in prepared.plan.blocks:
             if evaluator.beliefs[block.name] is not before[block.name]:
@@ -132,15 +138,21 @@ class CVI:
         return -elbo
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
-        """The negative ELBO now; changes nothing."""
-        kept = self.guide._prepared
-        with torch.enable_grad():
-            prepared = self.guide.prepare(self.model, args, kwargs)
-            evaluator = self._evaluator_for(prepared)
-            loss = -self._elbo(evaluator, prepared, args, kwargs)
-        if kept is not None:
-            self.guide._prepared = kept
-        return loss
+        """The negative ELBO now; changes nothing.
+
+        Where nothing is sampled or subsampled, Pyro's random state is left as it was too.
+        """
+        kept, evaluator, random = self.guide._prepared, self._evaluator, torch.get_rng_state()
+        try:
+            with torch.enable_grad():
+                prepared = self.guide.prepare(self.model, args, kwargs)
+                loss = -self._elbo(self._evaluator_for(prepared), prepared, args, kwargs)
+            if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
+                torch.set_rng_state(random)
+            return loss
+        finally:
+            if kept is not None:
+                self.guide._prepared, self._evaluator = kept, evaluator
 
     def run(
         self,
@@ -179,7 +191,7 @@ class CVI:
 
     def explain(self) -> Report:
         """What was done in each factor for each site, and why; print it."""
-        return make_report(self.guide.plan, self._counts)
+        return make_report(self.guide.plan, self._counts)  # raises before the first step
 
     # --- one sweep ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Marginal quantiles: F(x) = q solved by bisection on cumulative functions."""
+"""Marginal quantiles: F(x) = q solved from cumulative functions, by bisection or Newton steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from pyro_cvi.families.beta import BETA
 from pyro_cvi.families.dirichlet import DIRICHLET
@@ -71,34 +72,81 @@ def _gamma_quantile(shape: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def _beta_quantile(a: Tensor, b: Tensor, q: Tensor) -> Tensor:
-    """Bisection on the logit for I_x(a, b) = q."""
+    """x with I_x(a, b) = q, from the smaller of the two tails."""
+    far = bool(q > 0.5)
+    left, right, p = (b, a, 1 - q) if far else (a, b, q)
     bell = (a > _BELL) & (b > _BELL)
-    c, d = torch.where(bell, torch.ones_like(a), a), torch.where(bell, torch.ones_like(b), b)
-    wide = torch.full_like(a, 745.0)
-    value = torch.sigmoid(_bisect(lambda t: incomplete_beta(c, d, t) < q, -wide, wide))
+    p = p.clamp(min=torch.finfo(p.dtype).tiny)
+    one = torch.ones_like(a)
+    logit = _newton(_ByFraction(torch.where(bell, one, left), torch.where(bell, one, right)), p)
     if bool(bell.any()):
-        value = value.masked_scatter(bell, _bell_quantile(a[bell], b[bell], q))
+        logit = logit.masked_scatter(bell, _newton(_ByQuadrature(left[bell], right[bell]), p))
+    value = torch.sigmoid(-logit if far else logit)
     return torch.where((q == 0) | (q == 1), q.expand_as(value), value)
 
 
-def _bell_quantile(a: Tensor, b: Tensor, q: Tensor) -> Tensor:
+def _newton(law: _ByFraction | _ByQuadrature, p: Tensor) -> Tensor:
+    """Root of log F(t) = log p, for a log-concave F: from the left Newton's steps never overshoot."""
+    t, target = law.start, p.log()
+    for _ in range(_STEPS):
+        log_cdf, ratio = law(t)
+        step = ratio * (log_cdf - target)
+        t = t - step
+        if bool((step.abs() <= 1e-10 * (1 + t.abs())).all()):
+            break
+    return t
+
+
+class _ByFraction:
+    """log F and F / f of the logit of a Beta(a, b), by Lentz's continued fraction.
+
+    Reference: W. H. Press et al., Numerical Recipes, 6.4 (the continued fraction is DLMF 8.17.22).
+    """
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a, self.b, self.start = a, b, (a / b).log()
+        self.log_beta = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+
+    def __call__(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self.a, self.b
+        swap = torch.sigmoid(t) > (a + 1) / (a + b + 2)  # there the other side's fraction converges
+        p, r = torch.where(swap, b, a), torch.where(swap, a, b)
+        s = torch.where(swap, -t, t)
+        log_density = p * logsigmoid(s) + r * logsigmoid(-s) - self.log_beta
+        ratio = _fraction(p, r, torch.sigmoid(s)) / p
+        rest = 1 - log_density.exp() * ratio
+        log_cdf = torch.where(swap, rest.log(), log_density + ratio.log())
+        return log_cdf, torch.where(swap, rest / log_density.exp(), ratio)
+
+
+class _ByQuadrature:
     """The same for large a and b, by Gauss-Legendre quadrature of the density of the logit."""
-    nodes, weights = (torch.as_tensor(v, device=a.device) for v in _legendre(_NODES))
-    mode, spread = (a / b).log(), (1 / a + 1 / b).sqrt()
-    low, high = mode - 12 * spread, mode + 12 * spread
 
-    def below(t: Tensor) -> Tensor:
-        half = ((t - low) / 2).unsqueeze(-1)
-        at = low.unsqueeze(-1) + half * (nodes + 1)
-        step = at - mode.unsqueeze(-1)
-        x = torch.sigmoid(mode).unsqueeze(-1)
-        a_, b_ = a.unsqueeze(-1), b.unsqueeze(-1)
-        # log f(t) - log f(mode), without the cancellation of the two
-        log_f = a_ * step - (a_ + b_) * torch.log1p(x * torch.expm1(step))
-        return (log_f.exp() * weights * half).sum(-1)
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a, self.b = a.unsqueeze(-1), b.unsqueeze(-1)
+        self.start = (a / b).log()
+        self.width = 12 * (1 / a + 1 / b).sqrt()
+        self.nodes, self.weights = (v.to(a.device) for v in _legendre(_NODES))
+        half = self._tail(self.start, 1.0), self._tail(self.start, -1.0)
+        self.log_whole = (half[0] + half[1]).log()
 
-    whole = below(high)
-    return torch.sigmoid(_bisect(lambda t: below(t) < q * whole, low, high))
+    def _log_density(self, t: Tensor) -> Tensor:
+        """log f(t) - log f(start), without the cancellation of the two."""
+        step = t - self.start.unsqueeze(-1)
+        x = torch.sigmoid(self.start).unsqueeze(-1)
+        log_f: Tensor = self.a * step - (self.a + self.b) * torch.log1p(x * torch.expm1(step))
+        return log_f
+
+    def _tail(self, t: Tensor, side: float) -> Tensor:
+        """The integral of f / f(t) to the left of t, or to the right for side = -1."""
+        half = self.width.unsqueeze(-1) / 2
+        at = t.unsqueeze(-1)
+        log_f = self._log_density(at - side * half * (self.nodes + 1)) - self._log_density(at)
+        return (log_f.exp() * self.weights * half).sum(-1)
+
+    def __call__(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = self._tail(t, 1.0)
+        return self._log_density(t.unsqueeze(-1)).squeeze(-1) + ratio.log() - self.log_whole, ratio
 
 
 def _legendre(n: int) -> tuple[Tensor, Tensor]:
@@ -115,25 +163,6 @@ def _bisect(is_below: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> 
         below = is_below(middle)
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return (low + high) / 2
-
-
-def incomplete_beta(a: Tensor, b: Tensor, logit: Tensor) -> Tensor:
-    """I_x(a, b) at x = sigmoid(logit), by the continued fraction of Lentz on the side that converges.
-
-    Reference: W. H. Press et al., Numerical Recipes, 6.4 (the continued fraction is DLMF 8.17.22).
-    """
-    x = torch.sigmoid(logit)
-    swap = x > (a + 1) / (a + b + 2)
-    p, r = torch.where(swap, b, a), torch.where(swap, a, b)
-    t = torch.where(swap, -logit, logit)
-    y = torch.sigmoid(t)
-    front = (
-        p * torch.nn.functional.logsigmoid(t)
-        + r * torch.nn.functional.logsigmoid(-t)
-        - (torch.lgamma(p) + torch.lgamma(r) - torch.lgamma(p + r))
-    ).exp() / p
-    value = front * _fraction(p, r, y)
-    return torch.where(swap, 1 - value, value)
 
 
 def _fraction(a: Tensor, b: Tensor, x: Tensor) -> Tensor:

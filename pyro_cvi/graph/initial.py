@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.symbolic import parameter_dtype
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["initial_beliefs"]
@@ -27,7 +28,7 @@ def _initial(plan: Plan, block: Block, located: dict[str, Tensor]) -> Belief:
     latent = plan.latents[block.sites[0]]
     if latent.enum_dim is not None:
         assert latent.support is not None
-        dtype = torch.get_default_dtype()
+        dtype = parameter_dtype(latent.prior) or torch.get_default_dtype()
         shape = (*latent.batch_shape, latent.support.shape[0])
         logits = torch.randn(shape, dtype=dtype, device=latent.support.device)
         return FamilyBelief(latent.family, (logits,))

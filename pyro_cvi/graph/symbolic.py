@@ -318,7 +318,7 @@ def _factor(
         if isinstance(mask, Tensor) and not is_latent:
             value = fill_masked(value, mask, fn.event_dim)
         if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
-            dtype = _parameter_dtype(fn)
+            dtype = parameter_dtype(fn)
             if dtype is not None and (is_latent or not value.dtype.is_floating_point):
                 value = value.to(dtype)  # counts, labels and enumerated values
         log_p = log_density(fn, value)
@@ -342,14 +342,15 @@ def _factor(
     return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position)
 
 
-def _parameter_dtype(fn: Any) -> torch.dtype | None:
+def parameter_dtype(fn: Any) -> torch.dtype | None:
+    """The floating dtype of a distribution's parameters."""
     core = peel(fn)
     for v in core.__dict__.values():
         if isinstance(v, Tensor) and v.dtype.is_floating_point:
             return v.dtype
     for v in core.__dict__.values():
         if isinstance(v, torch.distributions.Distribution):
-            inner = _parameter_dtype(v)
+            inner = parameter_dtype(v)
             if inner is not None:
                 return inner
     return None

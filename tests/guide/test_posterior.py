@@ -51,7 +51,7 @@ def test_a_posterior_has_the_shapes_and_support_of_its_site(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_draw_from_the_marginals(name):
     _, args, guide, _ = fitted(name)
-    draws = [guide(*args) for _ in range(200)]
+    draws = [guide(*args) for _ in range(120)]
     for site in guide.plan.latents:
         q = guide.posterior(site)
         if isinstance(q, dist.Categorical):
@@ -135,8 +135,8 @@ def test_a_binomial_latent_keeps_its_values_and_dtype():
 
 # --- quantiles -------------------------------------------------------------------------------------
 
-LEVELS = (1e-6, 0.025, 0.5, 0.9, 0.9999)
-SIZES = (0.05, 0.7, 1.0, 8.0, 49.0, 51.0, 1e3, 1e6)
+LEVELS = (1e-6, 0.5, 0.9999)
+SIZES = (0.05, 1.0, 8.0, 49.0, 51.0, 1e6)
 
 
 @pytest.mark.parametrize("q", LEVELS)
@@ -154,10 +154,9 @@ def test_quantiles_of_every_family_are_scipys(q):
     a, b = torch.cartesian_prod(a, a).unbind(-1)
     got = quantile(BETA, (a - 1, b - 1), level)
     assert torch.allclose(got, torch.tensor(scipy.stats.beta.ppf(q, a, b)), rtol=1e-7, atol=1e-300)
-    got = quantile(DIRICHLET, (torch.stack([a, b], -1) - 1,), level)
-    assert torch.allclose(
-        got[..., 0], torch.tensor(scipy.stats.beta.ppf(q, a, b)), rtol=1e-7, atol=1e-300
-    )
+    got = quantile(DIRICHLET, (torch.tensor([1.0, 2.0, 3.5]),), level)
+    want = torch.tensor(scipy.stats.beta.ppf(q, [2.0, 3.0, 4.5], [7.5, 6.5, 5.0]))
+    assert torch.allclose(got, want, rtol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +288,9 @@ def test_a_state_dict_goes_into_a_guide_that_has_seen_nothing(name):
     again = AutoCVI(model)
     again(*args)
     again.load_state_dict(guide.state_dict())
+    found = again.median()
     for site, value in guide.median().items():
-        assert torch.equal(again.median()[site], value)
+        assert torch.equal(found[site], value)
 
 
 def test_the_state_dict_names_the_sites():
@@ -358,10 +358,11 @@ def test_pickling_leaves_the_original_alone_and_the_copy_complete(name, save):
         file.seek(0)
         copied = torch.load(file, weights_only=False)
     assert guide.model is model
-    for site, value in guide.median().items():
-        assert torch.equal(copied.median()[site], value)
+    found = [g.quantiles([0.3, 0.5]) for g in (guide, copied)]
+    for site, value in found[0].items():
+        assert torch.equal(found[1][site], value)
         assert copied.posterior(site).event_shape == guide.posterior(site).event_shape
-        assert torch.equal(copied.quantiles([0.3])[site], guide.quantiles([0.3])[site])
+    assert set(copied.median()) == set(found[0])
     assert set(copied(*args)) == set(guide(*args))
     Predictive(model, guide=copied, num_samples=2)(*args)
     with pytest.raises(CVIError, match="unpickled does not hold its model"):
