@@ -45,6 +45,7 @@ __all__ = [
     "multiply",
     "negate",
     "opaque",
+    "opaque_reasons",
     "permute_axes",
     "site_expression",
     "sum_axes",
@@ -283,6 +284,21 @@ def opaque(sites: Iterable[str], reason: str, shape: Sequence[int]) -> Expressio
     return Expression(
         tuple(shape), 0.0, (Term(1.0, (Opaque(frozenset(sites), reason, kept, axes),)),)
     )
+
+
+def opaque_reasons(e: Expression) -> list[str]:
+    """The reasons of all opaque parts, however deep."""
+    found: list[str] = []
+    for t in e.terms:
+        for o in t.operands:
+            if isinstance(o, Opaque):
+                found.append(o.reason)
+            elif isinstance(o, Group):
+                found += opaque_reasons(o.expression)
+            elif isinstance(o, Link):
+                for a in o.arguments:
+                    found += opaque_reasons(a)
+    return found
 
 
 def as_expression(value: Tensor | float) -> Expression:

@@ -233,6 +233,8 @@ def log1p(e: Expression) -> Expression:
     complement = _complement(one) or _normal_cdf(one)
     if complement is not None:
         return expand(complement, e.shape)
+    if _monomial(one) is not None:  # log1p(-(1 - z)) = log z
+        return log(one)
     return link("log1p", torch.log1p, e)
 
 

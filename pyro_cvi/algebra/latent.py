@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Expression, as_expression, opaque
+from pyro_cvi.algebra.expression import Expression, as_expression, opaque, opaque_reasons
 
 __all__ = ["LatentTensor", "Recorder", "expression_of", "plain", "register_rule", "rules"]
 
@@ -33,6 +33,12 @@ _CONSTANT = {
     "is_floating_point", "is_complex", "get_device", "element_size", "__len__",
     "is_contiguous", "storage_offset", "__hash__", "__format__", "__repr__",
     "requires_grad_", "data_ptr", "_is_view", "is_same_size", "result_type",
+}  # fmt: skip
+NO_GRADIENT = "so that only the score function serves"
+"""The end of the reason of a site through which no pathwise gradient comes."""
+_JUMPS = {
+    "sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "heaviside", "floor_divide", "frac",
+    "fmod", "remainder", "argmax", "argmin", "argsort", "searchsorted", "bucketize", "unique",
 }  # fmt: skip
 _OUR_OWN = ("torch.distributions", "pyro.")
 _BY_KEYWORD = ("input", "other", "mat2", "vec", "exponent")
@@ -211,7 +217,7 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs = {k: v for k, v in kwargs.items() if k not in named}
     expressions: Any = None
     tensors = (out,) if isinstance(out, Tensor) else tuple(out)
-    if rule is not None and all(isinstance(t, Tensor) and _is_real(t) for t in tensors):
+    if rule is not None and all(isinstance(t, Tensor) for t in tensors) and _is_real(out):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 expressions = rule(out, *args, **kwargs)
@@ -219,10 +225,10 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             # An unusual call form: the value is right, only its structure is not known.
             expressions = None
     if expressions is None:
-        sites = frozenset().union(*(v._expression.sites for v in latents_in((args, kwargs))))
-        label = key.removeprefix("property_")
+        inputs = list(latents_in((args, kwargs)))
+        sites = frozenset().union(*(v._expression.sites for v in inputs))
         expressions = tuple(
-            opaque(sites, f"'{label}' has no rule", tuple(t.shape))
+            opaque(sites, _opaque_reason(key, inputs, t), tuple(t.shape))
             if isinstance(t, Tensor)
             else None
             for t in tensors
@@ -233,6 +239,18 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _attach(out, expressions)
     wrapped = [_attach(t, e) for t, e in zip(out, expressions, strict=True)]
     return out if not isinstance(out, tuple | list) else _rebuild(out, wrapped)
+
+
+def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor) -> str:
+    """Why a result is opaque; what jumps, or comes from something that does, has no gradient."""
+    label = key.removeprefix("property_")
+    for v in inputs:
+        for reason in opaque_reasons(v._expression):
+            if reason.endswith(NO_GRADIENT):
+                return reason
+    if key in _JUMPS or not (result.dtype.is_floating_point or result.dtype.is_complex):
+        return f"'{label}' is constant in steps, {NO_GRADIENT}"
+    return f"'{label}' has no rule"
 
 
 def _rebuild(out: Any, wrapped: list[Any]) -> Any:
@@ -246,8 +264,9 @@ def _rebuild(out: Any, wrapped: list[Any]) -> Any:
         return tuple(wrapped)
 
 
-def _is_real(t: Tensor) -> bool:
-    return t.dtype.is_floating_point
+def _is_real(out: Any) -> bool:
+    """Rules speak of real values; an op of several results may return others beside them."""
+    return not isinstance(out, Tensor) or out.dtype.is_floating_point
 
 
 def _attach(t: Any, e: Expression | None) -> Any:

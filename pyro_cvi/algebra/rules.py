@@ -34,6 +34,8 @@ from pyro_cvi.algebra.moves import concatenate, masked, move
 __all__: list[str] = []
 
 E = expression_of
+_LONGEST_CUMSUM = 4096
+"""A cumulative sum is a triangular matrix here; beyond this length it is opaque."""
 
 
 def _constant(x: Any) -> bool:
@@ -204,16 +206,20 @@ def _mean(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
 def _cumsum(out: Tensor, x: Any, dim: int = 0, **kwargs: Any) -> Expression:
     dim = kwargs.get("axis", dim)
     n = out.shape[dim]
+    if n > _LONGEST_CUMSUM:
+        return None
     return _along(E(x), dim, torch.ones(n, n, dtype=out.dtype, device=out.device).tril())
 
 
 @register_rule("diff")
 def _diff(out: Tensor, x: Any, n: int = 1, dim: int = -1) -> Expression:
-    size = plain(x).shape[dim]
-    matrix = torch.eye(size, dtype=out.dtype, device=out.device)
+    e = E(x)
     for _ in range(n):
-        matrix = matrix[1:] - matrix[:-1]
-    return _along(E(x), dim, matrix)
+        size = e.shape[dim]
+        later = move(e, lambda t, size=size: t.narrow(dim, 1, size - 1))  # type: ignore[misc]
+        sooner = move(e, lambda t, size=size: t.narrow(dim, 0, size - 1))  # type: ignore[misc]
+        e = add(later, negate(sooner))
+    return e
 
 
 def _along(e: Expression, dim: int, matrix: Tensor) -> Expression:
@@ -309,12 +315,22 @@ def _einsum(out: Tensor, equation: Any, *operands: Any) -> Expression | None:
     for p, x in zip(parts, operands, strict=True):
         e = _operand(x, out)
         names = _expand_ellipsis(p, e.ndim - (len(p) - 3) if "..." in p else 0, widest)
-        if len(set(names)) != len(names):
-            return None  # a repeated letter in one operand (a diagonal)
+        e, names = _diagonals(e, names)
         for size, name in zip(e.shape, names, strict=True):
             sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
         inputs.append((e, names))
     return einsum(inputs, _expand_ellipsis(right, widest, widest), sizes)
+
+
+def _diagonals(e: Expression, names: list[str]) -> tuple[Expression, list[str]]:
+    """A letter that one operand repeats is its diagonal."""
+    while len(set(names)) < len(names):
+        name = next(n for n in names if names.count(n) > 1)
+        i = names.index(name)
+        j = names.index(name, i + 1)
+        e = move(e, partial(torch.diagonal, dim1=i, dim2=j))
+        names = [n for k, n in enumerate(names) if k not in (i, j)] + [name]
+    return e, names
 
 
 def _expand_ellipsis(letters: str, count: int, widest: int) -> list[str]:
@@ -654,7 +670,7 @@ for _unary_name, _function in {
     "log_ndtr": torch.special.log_ndtr, "sinh": torch.sinh, "cosh": torch.cosh,
     "atan": torch.atan, "arctan": torch.atan, "abs": torch.abs, "absolute": torch.abs,
     "expm1": torch.expm1, "lgamma": torch.lgamma, "gammaln": torch.lgamma,
-    "logit": torch.logit, "asinh": torch.asinh, "gelu": _F.gelu, "silu": _F.silu, "elu": _F.elu,
+"asinh": torch.asinh, "gelu": _F.gelu, "silu": _F.silu, "elu": _F.elu,
     "leaky_relu": _F.leaky_relu, "selu": _F.selu, "celu": _F.celu, "mish": _F.mish,
     "softsign": _F.softsign, "hardtanh": _F.hardtanh, "exp2": torch.exp2, "log2": torch.log2,
     "log10": torch.log10, "tan": torch.tan, "erfinv": torch.erfinv, "digamma": torch.digamma,
@@ -679,3 +695,10 @@ for _binary_name, _function in {
     "hypot": torch.hypot, "atan2": torch.atan2,
 }.items():  # fmt: skip
     _binary(_binary_name, _function)
+
+
+@register_rule("logit", "special_logit")
+def _logit(out: Tensor, x: Any, eps: float | None = None) -> Expression:
+    if eps is None:
+        return add(fn.log(E(x)), negate(fn.log1p(negate(E(x)))))
+    return fn.link("logit", _Curried(torch.logit, (), {"eps": eps}), E(x))

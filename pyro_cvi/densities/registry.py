@@ -126,8 +126,9 @@ def _without_rule(d: Any, x: Tensor) -> Tensor:
             e = link(type(d).__name__, function, *(expression_of(v) for v in (x, *parameters)))
             return LatentTensor.make(value, e) if e.sites else value
     sites = frozenset().union(*(v.expression.sites for v in latents_in([x, *d.__dict__.values()])))
+    sites |= _sites_inside(d)
     if not sites:
-        sites = _sites_inside(d)
+        return value
     reason = f"{type(d).__name__} has no density rule"
     return LatentTensor.make(value, opaque(sites, reason, tuple(value.shape)))
 

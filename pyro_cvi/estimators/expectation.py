@@ -32,6 +32,7 @@ from pyro_cvi.algebra.expression import (
     contract,
     merge_operands,
 )
+from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.algebra.moves import move
 from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
 from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
@@ -92,7 +93,8 @@ class Expectation:
         new = How(kind, reason)
         for site in sites:
             old = self.how.get(site)
-            if old is None or new.rank > old.rank:
+            jumps = new.kind == "sampled" and reason.endswith(NO_GRADIENT)
+            if old is None or new.rank > old.rank or (new.rank == old.rank and jumps):
                 self.how[site] = new
 
 
@@ -121,8 +123,11 @@ def _compile_term(t: Term, structure: Structure, result: Expectation, learn: boo
 
 def _note_sampled(operands: list[Operand], result: Expectation) -> None:
     for o in operands:
-        reason = _why(o)
-        result.note(o.sites, "sampled", reason)
+        result.note(o.sites, "sampled", _why(o))
+        inside = _leaves(Expression(o.shape, 0.0, (Term(1.0, (o,)),)))
+        for leaf in inside:
+            if isinstance(leaf, Opaque):
+                result.note(leaf.sites, "sampled", leaf.reason)
 
 
 def _why(o: Operand) -> str:

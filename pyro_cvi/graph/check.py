@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import opaque
-from pyro_cvi.graph.symbolic import NO_GRADIENT, Factor, Symbolic, fill_masked, is_factor_site
+from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = ["all_opaque", "checked", "factor_values", "fingerprint"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
-from pyro_cvi.algebra.latent import LatentTensor, Recorder, expression_of, plain, recording
+from pyro_cvi.algebra.latent import NO_GRADIENT, LatentTensor, Recorder, expression_of, plain, recording
 from pyro_cvi.densities import log_density
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import BERNOULLI, CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
@@ -32,8 +32,6 @@ __all__ = ["Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "r
 Model = Callable[..., Any]
 _MOST_DIMS = 24
 """Tensors may have 64 dims, but the model's own ops on the values need some of them."""
-NO_GRADIENT = "so that only the score function serves"
-"""The end of the reason of a site whose value has left torch."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from pyro_cvi.algebra import LatentTensor, Recorder, expression_of, plain, recording
 from pyro_cvi.algebra.evaluate import OpaqueError
+from pyro_cvi.algebra.expression import opaque_reasons
+from pyro_cvi.algebra.latent import NO_GRADIENT
 
 WITHOUT_RULE: dict[str, Callable[[SimpleNamespace], Any]] = {
     "sort": lambda k: k.u.sort().values,
@@ -47,7 +49,6 @@ WITHOUT_RULE: dict[str, Callable[[SimpleNamespace], Any]] = {
     "index by a latent": lambda k: k.c[k.u.argsort()],
     "mask by a latent": lambda k: k.u[k.u > -10],
     "clamp by a tensor": lambda k: k.u.clamp(min=k.c),
-    "einsum of a diagonal": lambda k: torch.einsum("ii->i", k.m),
     "integer conversion": lambda k: k.w.long(),
     "complex": lambda k: torch.complex(k.u, k.c),
     "convolution": lambda k: F.conv1d(k.c3, torch.ones(1, 3, 2, dtype=k.dtype)),
@@ -66,8 +67,19 @@ def test_an_op_without_a_rule_is_opaque_and_names_its_sites(op: str) -> None:
     assert cases.is_opaque(out.expression)
     assert out.expression.sites
     assert out.expression.shape == out.shape
-    with pytest.raises(OpaqueError, match="no rule"):
+    with pytest.raises(OpaqueError, match="no rule|constant in steps, so that only the score"):
         cases.at(out.expression, fresh)
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["comparison", "where with a latent condition", "floor", "index by a latent", "integer conversion"],
+)
+def test_what_is_constant_in_steps_says_that_it_has_no_gradient(op: str) -> None:
+    symbols, _, _ = cases.namespaces(torch.float64)
+    out = 2 * WITHOUT_RULE[op](symbols) + symbols.s.exp()
+    reasons = opaque_reasons(out.expression)
+    assert any(r.endswith(NO_GRADIENT) for r in reasons)
 
 
 def test_what_follows_an_opaque_part_stays_opaque_with_all_sites() -> None:
