@@ -261,6 +261,24 @@ class Affine:
                 self.designs.append(design)
         self._pairs: list[_Pair] | None = None
 
+    @cached_property
+    def coupled(self) -> frozenset[str]:
+        """Blocks of which one cell reads several independent elements.
+
+        The square of such a cell is not affine in the block's mean parameters: its expectation is
+        exact, but the block's optimum is not one step away.
+        """
+        elements: dict[str, list[tuple[Tensor, Axes]]] = {}
+        for t in self.expression.terms:
+            for o in t.operands:
+                if isinstance(o, Stat):
+                    block = self.structure.block[o.site.name]
+                    layout = self.structure.layout[block]
+                    if layout.count > 1:
+                        index = layout.element[o.site.name][o.index]
+                        elements.setdefault(block, []).append((index, o.axes))
+        return frozenset(b for b, reads in elements.items() if _reads_several(reads))
+
     def mean(self, moments: Moments) -> Tensor:
         """E e, right-aligned to the expression's shape."""
         total: Tensor | float = self.expression.constant
@@ -350,6 +368,23 @@ def contract_to(pieces: Sequence[tuple[Tensor, Axes]], target: Axes | None) -> T
         flat += [tensor, [names[a] for a in axes]]
     result: Tensor = torch.einsum(*flat, [names[a] for a in target])
     return result
+
+
+def _reads_several(reads: list[tuple[Tensor, Axes]]) -> bool:
+    """Whether some cell (fixed negative labels) sees more than one element."""
+    cells = tuple(sorted({a for _, axes in reads for a in axes if a < 0}))
+    first: Tensor | None = None
+    for index, axes in reads:
+        inner = [i for i, a in enumerate(axes) if a > 0]
+        low = index.amin(inner) if inner and index.numel() else index
+        high = index.amax(inner) if inner and index.numel() else index
+        if not torch.equal(low, high):
+            return True
+        here = align(low, tuple(a for a in axes if a < 0), cells)
+        first = here if first is None else first
+        if not bool((first == here).all()):
+            return True
+    return False
 
 
 def _is_empty_sum(t: Term) -> bool:

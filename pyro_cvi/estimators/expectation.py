@@ -225,6 +225,10 @@ def _compile_component(
     if exact is not None:
         sites = frozenset().union(*(o.sites for o in operands))
         result.note(sites, "exact", "Gaussian, quadratic in the log density")
+        if isinstance(exact, _Product):
+            coupled = exact.a.coupled | exact.b.coupled
+            inside = {s for s in sites if structure.block[s] in coupled}
+            result.note(inside, "quadrature", "closed form, but it joins elements held independent")
         return exact
     return _quadrature(operands, structure, result, learn)
 

@@ -16,7 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Expression, Group, Link, Opaque, Operand, Stat, Term
+from pyro_cvi.algebra.expression import (
+    Expression,
+    Group,
+    Link,
+    Opaque,
+    Operand,
+    SiteRef,
+    Stat,
+    Statistic,
+    Term,
+    fresh_label,
+)
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
 from pyro_cvi.graph.symbolic import Factor, Latent
@@ -40,14 +51,21 @@ def gaussian_blocks(
 ) -> list[GaussianBlock]:
     """Group the Gaussian sites into blocks."""
     gaussian = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
-    sums = [c for f in factors for c in _additive_sums(f.expression)]
+    refs = {n: latent.ref for n, latent in gaussian.items()}
+    sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
     couplings = [[s for s in c if s.site.name in gaussian] for c in sums]
     opaque = [set(o) & set(gaussian) for f in factors for o in _opaque_sites(f.expression)]
     apart = _apart(factors)
     groups = _join(gaussian, couplings, opaque, apart)
+    by_site: dict[str, list[int]] = {n: [] for n in gaussian}
+    for i, c in enumerate(couplings):
+        for n in {s.site.name for s in c}:
+            by_site[n].append(i)
     blocks: list[GaussianBlock] = []
     for group in groups:
-        blocks += _layouts(group, gaussian, couplings, opaque, max_dense_dim)
+        relevant = sorted({i for n in group for i in by_site[n]})
+        near = [couplings[i] for i in relevant]
+        blocks += _layouts(group, gaussian, near, opaque, max_dense_dim)
     return blocks
 
 
@@ -62,7 +80,7 @@ def _walk(e: Expression) -> Iterator[tuple[Expression, Term, Operand]]:
                     yield from _walk(a)
 
 
-def _additive_sums(e: Expression, top: bool = True) -> Iterator[Coupling]:
+def _additive_sums(e: Expression, refs: Mapping[str, SiteRef]) -> Iterator[Coupling]:
     """Statistics that meet in one cell of a group, of a link, or of a product inside a term.
 
     The sum at the top of a log density does not couple its terms; what is inside a square does.
@@ -71,19 +89,24 @@ def _additive_sums(e: Expression, top: bool = True) -> Iterator[Coupling]:
         direct = [o for o in t.operands if isinstance(o, Stat)]
         nested: Coupling = list(direct)
         for o in t.operands:
-            inner = _inner_stats(o)
+            inner = _inner_stats(o, refs)
             nested += inner
             if isinstance(o, Group):
-                yield from _additive_sums(o.expression, False)
+                yield from _additive_sums(o.expression, refs)
             elif isinstance(o, Link):
                 for a in o.arguments:
-                    yield from _additive_sums(a, False)
-        if any(isinstance(o, Group | Link) for o in t.operands) or len(direct) > 1:
+                    yield from _additive_sums(a, refs)
+        if any(isinstance(o, Group | Link | Opaque) for o in t.operands) or len(direct) > 1:
             yield nested
 
 
-def _inner_stats(o: Operand) -> Coupling:
-    """The statistics inside a group or link, relabelled into the surrounding term's axes."""
+def _inner_stats(o: Operand, refs: Mapping[str, SiteRef]) -> Coupling:
+    """The statistics inside a group or link, relabelled into the surrounding term's axes.
+
+    Every cell of an opaque part may read every scalar of its sites.
+    """
+    if isinstance(o, Opaque):
+        return [_whole(refs[n]) for n in sorted(o.sites) if n in refs]
     if isinstance(o, Group):
         parts, shape = [o.expression], o.axes
     elif isinstance(o, Link):
@@ -100,8 +123,12 @@ def _inner_stats(o: Operand) -> Coupling:
                 if isinstance(p, Stat):
                     found.append(p)
                 else:
-                    found += _inner_stats(p)
+                    found += _inner_stats(p, refs)
     return found
+
+
+def _whole(ref: SiteRef) -> Stat:
+    return Stat(ref, Statistic(), torch.arange(math.prod(ref.shape)), (fresh_label(),))
 
 
 def _opaque_sites(e: Expression) -> list[frozenset[str]]:
@@ -176,13 +203,15 @@ def _layouts(
     if layout is not None:
         return [GaussianBlock(tuple(sites), layout, reason)]
     if len(sites) > 1:
-        # Too large together: each site on its own, which loses only correlations between sites.
+        # Too large together: the largest site on its own, which loses its correlations with the rest.
+        largest = max(sites, key=lambda n: math.prod(shapes[n]))
+        rest = [n for n in sites if n != largest]
         result = []
-        for n in sites:
-            for block in _layouts([n], gaussian, couplings, opaque, max_dense_dim):
-                why = (
-                    f"{block.reason}; joined with {_others(sites, n)} it would exceed max_dense_dim"
-                )
+        for group in (rest, [largest]):
+            for block in _layouts(group, gaussian, couplings, opaque, max_dense_dim):
+                why = block.reason
+                if "max_dense_dim" not in why:
+                    why += f"; with {_others(sites, group)} it would exceed max_dense_dim"
                 result.append(GaussianBlock(block.sites, block.layout, why))
         return result
     count = math.prod(shapes[sites[0]])
@@ -192,8 +221,8 @@ def _layouts(
     return [GaussianBlock(tuple(sites), diagonal, reason)]
 
 
-def _others(sites: list[str], name: str) -> str:
-    rest = [f"'{n}'" for n in sites if n != name]
+def _others(sites: list[str], group: list[str]) -> str:
+    rest = [f"'{n}'" for n in sites if n not in group]
     return ", ".join(rest[:3]) + (" ..." if len(rest) > 3 else "")
 
 

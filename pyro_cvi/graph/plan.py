@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -91,8 +92,17 @@ class Plan:
     learns: bool
     scattered: frozenset[str] = frozenset()
 
+    @cached_property
+    def _by_block(self) -> dict[str, list[CompiledFactor]]:
+        found: dict[str, list[CompiledFactor]] = {b.name: [] for b in self.blocks}
+        for f in self.factors:
+            for b in f.blocks:
+                found[b].append(f)
+        return found
+
     def factors_of(self, block: str) -> list[CompiledFactor]:
-        return [f for f in self.factors if block in f.blocks]
+        """The factors that touch a block."""
+        return self._by_block[block]
 
     def block_of(self, site: str) -> Block:
         name = self.structure.block[site]

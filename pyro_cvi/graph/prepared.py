@@ -12,7 +12,14 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.graph.check import all_opaque, checked, factor_values, fingerprint
+from pyro_cvi.graph.check import (
+    all_opaque,
+    checked,
+    checked_pairs,
+    factor_values,
+    fingerprint,
+    opaque_sites,
+)
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Latent,
@@ -104,7 +111,13 @@ def prepare(
         runs.append(plain_trace(model, args, kwargs, {**subsample, **closer}))
         all_values.append(factor_values(runs[-1]))
         symbolic_checked = checked(symbolic, runs, all_values)
-    symbolic = symbolic_checked
+    symbolic = _checked_where_opaque(
+        symbolic_checked, model, args, kwargs, nesting, subsample, runs, all_values
+    )
+    # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
+    point = {n: _towards_mean(latents[n], v, _SHRINK[0]) for n, v in point.items()}
+    fresh = plain_trace(model, args, kwargs, {**subsample, **point})
+    values = factor_values(fresh)
     before = None if previous is None else previous.plan
     parameters = _parameters(trace)
     plan = make_plan(
@@ -116,6 +129,28 @@ def prepare(
     )
     key = fingerprint(fresh, values)
     return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace, parameters)
+
+
+def _checked_where_opaque(
+    symbolic: Symbolic,
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    nesting: int,
+    subsample: Mapping[str, Tensor],
+    runs: list[poutine.Trace],
+    values: list[dict[str, Tensor]],
+) -> Symbolic:
+    """Check what an opaque part hides: with its sites held at the check's points, the rest must agree."""
+    hidden = {n for f in symbolic.factors for n in opaque_sites(f.expression)}
+    hidden |= {n for f in symbolic.factors for n in f.forced}
+    if not hidden:
+        return symbolic
+    held = []
+    for run in runs:
+        fixed = {n: run.nodes[n]["value"] for n in hidden}
+        held.append(run_symbolic(model, args, kwargs, symbolic.latents, nesting, subsample, fixed))
+    return checked_pairs(symbolic, held, runs, values)
 
 
 def _parameters(trace: poutine.Trace) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.graph.evaluator import Evaluator, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
-from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.graph.symbolic import run_symbolic
 from pyro_cvi.linalg import matvec, symmetrise
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief

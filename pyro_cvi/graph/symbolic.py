@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
-from pyro_cvi.algebra.latent import NO_GRADIENT, LatentTensor, Recorder, expression_of, plain, recording
+from pyro_cvi.algebra.latent import (
+    NO_GRADIENT,
+    LatentTensor,
+    Recorder,
+    expression_of,
+    plain,
+    recording,
+)
 from pyro_cvi.densities import log_density
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import BERNOULLI, CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
@@ -116,6 +123,9 @@ class _Symbols(Messenger):
             site: f"its value was read by {how}() before this factor, {NO_GRADIENT}"
             for site, how in self.recorder.read.items()
         }
+        for site, how in self.recorder.written.items():
+            why = f"it was written into a tensor by {how} before this factor"
+            self.forced[msg["name"]].setdefault(site, why)
         if msg["is_observed"] or msg["name"] not in self.latents:
             return
         latent = self.latents[msg["name"]]
@@ -334,8 +344,10 @@ def _factor(
         for n, latent in latents.items()
         if latent.enum_dim is not None
         and n not in fixed
-        and e.ndim >= -latent.enum_dim
-        and e.shape[latent.enum_dim] > 1
+        and (
+            (e.ndim >= -latent.enum_dim and e.shape[latent.enum_dim] > 1)
+            or (n == name and latent.support is not None and len(latent.support) == 1)
+        )
     )
     return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position)
 
