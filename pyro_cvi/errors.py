@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CVIError", "CVIWarning", "message"]
+__all__ = ["CVIError", "CVIWarning", "ModelError", "message"]
 
 
 class CVIError(ValueError):
     """Something in the model, its data or the call cannot be used; the fitted state is unchanged."""
+
+
+class ModelError(CVIError, RuntimeError):
+    """The model itself raised, about dtypes or shapes; the original error is the cause."""
 
 
 class CVIWarning(UserWarning):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -223,6 +223,26 @@ class AutoCVI(AutoGuide):
             for frame in new.trace.nodes[name]["cond_indep_stack"]
             if frame.vectorized  # latents of a sequential plate are sites of their own
         }
+
+    @contextmanager
+    def undone_on_error(self, *, always: bool = False) -> Iterator[None]:
+        """Restore what this guide knew of its model if the block fails (or in any case).
+
+        A guide that had not seen data before the block has not seen any after it.
+        """
+        kept, fresh = self._prepared, not self._buffers
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if failed or always:
+                if kept is None:
+                    self.prototype_trace, self._prototype_frames = None, {}
+                    self._beliefs.clear()
+                    if fresh:
+                        self._buffers.clear()
+                self._prepared = kept
 
     def _check_part(self, new: Prepared) -> None:
         """In an AutoGuideList: the sites are those of the whole model."""

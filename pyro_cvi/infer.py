@@ -3,8 +3,8 @@
     natural_b  <-  (1 - rho) natural_b + rho * sum_factors grad_mean E_q[log p]        for every block b
 
 A block with exact messages only takes rho = 1, its optimum given the rest. A block with quadrature
-tries rho = 1 and is accepted when the ELBO rises by at least KL(q || q') / rho, as a mirror step must
-(methods.md 1.5); else rho is halved. Sampled and subsampled blocks follow a Robbins-Monro sequence.
+tries rho = 1 and is accepted when the ELBO rises by at least KL(q || q') / rho, as a mirror step must;
+else rho is halved. Sampled and subsampled blocks follow a Robbins-Monro sequence.
 
 Reference: M. E. Khan, W. Lin (2017), Conjugate-Computation Variational Inference, arXiv 1703.04265.
 """
@@ -35,6 +35,7 @@ __all__ = ["CVI", "RunResult"]
 
 _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
 _HALVINGS = 40
+_NARROWINGS = 8
 _SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
@@ -108,51 +109,57 @@ class CVI:
         Where something is sampled or subsampled the return value is an estimate. An error leaves the
         posterior as it was.
         """
-        with torch.enable_grad():
+        with torch.enable_grad(), self.guide.undone_on_error():
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        kept, control = self.guide._prepared, dict(self._control)
         prepared = self.guide.prepare(self.model, args, kwargs)
-        before = self.guide.beliefs()
+        self._check_params(prepared)
+        before, control = self.guide.beliefs(), dict(self._control)
         try:
-            self._check_params(prepared)
             evaluator = self._evaluator_for(prepared)
+            self._narrow_until_finite(evaluator)
             self._sweep(evaluator, prepared, args, kwargs)
             elbo = evaluator.elbo() + self._sampled_value
-            if not math.isfinite(elbo) or not all(
-                b.is_finite() for b in evaluator.beliefs.values()
-            ):
+            finite = all(b.is_finite() for b in evaluator.beliefs.values())
+            if not math.isfinite(elbo) or not finite:
                 raise CVIError(self._not_finite(evaluator, elbo))
+            if prepared.plan.learns:
+                self._learn(evaluator, prepared, args, kwargs)
         except BaseException:
             self._evaluator, self._control = None, control
-            self.guide._prepared = kept or prepared
             raise
         for block in prepared.plan.blocks:
             if evaluator.beliefs[block.name] is not before[block.name]:
                 self.guide.set_belief(block, evaluator.beliefs[block.name])
         self._before = before
         self._time += 1
-        if prepared.plan.learns:
-            self._learn(evaluator, prepared, args, kwargs)
         return -elbo
+
+    def _narrow_until_finite(self, evaluator: Evaluator) -> None:
+        """Where exp overflows under the spread of a start, a narrower start is as good."""
+        for _ in range(_NARROWINGS):
+            if math.isfinite(evaluator.elbo()):
+                return
+            for name, b in list(evaluator.beliefs.items()):
+                if isinstance(b, GaussianBelief):
+                    evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO now; changes nothing.
 
         Where nothing is sampled or subsampled, Pyro's random state is left as it was too.
         """
-        kept, evaluator, random = self.guide._prepared, self._evaluator, torch.get_rng_state()
+        evaluator, random = self._evaluator, torch.get_rng_state()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.guide.undone_on_error(always=True):
                 prepared = self.guide.prepare(self.model, args, kwargs)
                 loss = -self._elbo(self._evaluator_for(prepared), prepared, args, kwargs)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
         finally:
-            if kept is not None:
-                self.guide._prepared, self._evaluator = kept, evaluator
+            self._evaluator = evaluator
 
     def run(
         self,
@@ -411,6 +418,16 @@ class CVI:
             sampler = self._sampler(prepared, args, kwargs)
             sampled = sampler.estimate(evaluator, self._control, parameters=leaves).parameters
             grads = [_sum(a, b) for a, b in zip(grads, sampled, strict=True)]
+        for name, g in zip(prepared.parameters, grads, strict=True):
+            if g is not None and not bool(g.isfinite().all()):
+                raise CVIError(
+                    message(
+                        f"parameter '{name}'",
+                        "the gradient of the bound is not finite",
+                        "finite gradients, else the optimiser would spoil the parameter for good",
+                        "check the model at the present values of its parameters",
+                    )
+                )
         for p, g in zip(leaves, grads, strict=True):
             p.grad = torch.zeros_like(p) if g is None else -g
         self.optim(set(leaves))

@@ -120,8 +120,15 @@ class GaussianBelief(AbstractBelief):
         step = Step()
         if bool(bad.any()):
             precision, step = self._stay_inside(precision, target, bad, rho)
-        factor = found.L if precision is target else torch.linalg.cholesky_ex(precision).L
+        if precision is not target:
+            found = torch.linalg.cholesky_ex(precision)
+        factor = found.L
         loc = self.loc + rho * solve_precision(factor, g_loc)
+        lost = (found.info != 0) | ~loc.isfinite().all(-1)
+        if bool(lost.any()):  # proper, but not to rounding: these elements stay where they are
+            loc = torch.where(lost[..., None], self.loc, loc)
+            precision = torch.where(lost[..., None, None], self.precision, precision)
+            factor = torch.where(lost[..., None, None], self.factor, factor)
         moved = GaussianBelief(loc, precision)
         moved.__dict__["factor"] = factor
         return moved, step

@@ -203,7 +203,7 @@ def _mean(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
 
 
 @register_rule("cumsum")
-def _cumsum(out: Tensor, x: Any, dim: int = 0, **kwargs: Any) -> Expression:
+def _cumsum(out: Tensor, x: Any, dim: int = 0, **kwargs: Any) -> Expression | None:
     dim = kwargs.get("axis", dim)
     n = out.shape[dim]
     if n > _LONGEST_CUMSUM:

@@ -45,7 +45,11 @@ def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
                     continue
                 if site["is_observed"] and isinstance(site["mask"], Tensor):
                     value = fill_masked(value, site["mask"], fn.event_dim)
-                values[name] = fn.log_prob(value)
+                try:
+                    values[name] = fn.log_prob(value)
+                except Exception as error:
+                    error.last_site = name  # type: ignore[attr-defined]
+                    raise
     return values
 
 
@@ -60,8 +64,14 @@ def fingerprint(trace: poutine.Trace, values: Mapping[str, Tensor]) -> tuple[Any
         if is_factor_site(site):
             data = site["value"] if site["is_observed"] else None
             entries.append(
-                (name, site["is_observed"], _digest(values[name]), _digest(data))
-                + (_digest(site["scale"]), _digest(site["mask"]))
+                (
+                    name,
+                    site["is_observed"],
+                    _digest(values[name]),
+                    _digest(data),
+                    _digest(site["scale"]),
+                    _digest(site["mask"]),
+                )
             )
     return tuple(entries)
 
@@ -72,7 +82,7 @@ def _digest(x: Any) -> Any:
         return repr(x)
     flat = x.detach().contiguous().reshape(-1).cpu()
     bits = flat.view(torch.uint8) if flat.numel() else flat
-    return tuple(x.shape), x.dtype, zlib.crc32(memoryview(bits.numpy()))
+    return tuple(x.shape), x.dtype, zlib.crc32(bits.numpy().tobytes())
 
 
 def checked(
@@ -139,7 +149,7 @@ def _agrees(
             mine = evaluate(f.expression, point_reader(dict(point))).expand(f.expression.shape)
     except OpaqueError:
         return True  # what is opaque is sampled: there is no claim to check
-    return _agree(mine, real, site["mask"] if f.observed else None)
+    return _agree(mine, real, site["mask"])
 
 
 def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:

@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError, ModelError, message
 from pyro_cvi.graph.check import (
     all_opaque,
     checked,
@@ -20,6 +20,7 @@ from pyro_cvi.graph.check import (
     fingerprint,
     opaque_sites,
 )
+from pyro_cvi.graph.pins import pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Latent,
@@ -73,11 +74,9 @@ def prepare(
     kwargs: dict[str, Any],
     max_dense_dim: int,
     previous: Prepared | None = None,
-    prototype: poutine.Trace | None = None,
 ) -> Prepared:
     """Trace, analyse, compile and check the model; reuse the blocks of a previous plan."""
-    trace = plain_trace(model, args, kwargs, {}) if prototype is None else prototype
-    _check_data(trace)
+    trace = _first_run(model, args, kwargs)
     latents, nesting = describe_latents(trace)
     if not latents:
         raise CVIError(
@@ -120,13 +119,20 @@ def prepare(
     values = factor_values(fresh)
     before = None if previous is None else previous.plan
     parameters = _parameters(trace)
-    plan = make_plan(
-        symbolic,
-        max_dense_dim,
-        before,
-        stochastic=_is_subsampled(trace),
-        learns=bool(parameters),
-    )
+
+    def planned(symbolic: Symbolic) -> Plan:
+        return make_plan(
+            symbolic,
+            max_dense_dim,
+            before,
+            stochastic=_is_subsampled(trace),
+            learns=bool(parameters),
+        )
+
+    plan = planned(symbolic)
+    pins = pin_factors(plan, trace)
+    if pins:
+        plan = planned(replace(symbolic, factors=[*symbolic.factors, *pins]))
     key = fingerprint(fresh, values)
     return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace, parameters)
 
@@ -141,7 +147,7 @@ def _checked_where_opaque(
     runs: list[poutine.Trace],
     values: list[dict[str, Tensor]],
 ) -> Symbolic:
-    """Check what an opaque part hides: with its sites held at the check's points, the rest must agree."""
+    """Check what an opaque part hides: with its sites held at the points, all else must agree."""
     hidden = {n for f in symbolic.factors for n in opaque_sites(f.expression)}
     hidden |= {n for f in symbolic.factors for n in f.forced}
     if not hidden:
@@ -162,6 +168,29 @@ def _parameters(trace: poutine.Trace) -> dict[str, Tensor]:
     return found
 
 
+def _first_run(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
+    """An ordinary run; what torch says about dtypes and shapes is given a site and a remedy."""
+    try:
+        trace = plain_trace(model, args, kwargs, {})
+        _check_data(trace)
+        factor_values(trace)
+        return trace
+    except CVIError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        said = _first_line(error)
+        if "dtype" in said:
+            expected, remedy = "one floating dtype", "convert the data, as by x.to(torch.float32)"
+        elif any(word in said for word in ("size", "shape", "broadcast")):
+            expected = "shapes that broadcast"
+            remedy = "compare the shapes of data, plates and parameters at that statement"
+        else:
+            raise
+        where = getattr(error, "last_site", None)
+        place = f"model, at or after site '{where}'" if where else "model, before its first site"
+        raise ModelError(message(place, said.rstrip("."), expected, remedy)) from error
+
+
 def _run(
     model: Model,
     args: tuple[Any, ...],
@@ -175,11 +204,30 @@ def _run(
         return run_symbolic(model, args, kwargs, latents, nesting, subsample)
     except Exception as error:
         fixed = {n: x.value for n, x in latents.items() if x.enum_dim is None}
-        symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample, fixed)
+        try:
+            symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample, fixed)
+        except Exception as again:
+            discrete = [n for n, x in latents.items() if x.enum_dim is not None]
+            if not discrete:
+                raise
+            raise CVIError(
+                message(
+                    f"discrete site '{discrete[0]}'",
+                    f"the model raised {type(again).__name__} ({_first_line(again)}) when all values "
+                    "of its discrete sites were tried at once",
+                    "a model that broadcasts over an enumeration dim left of its plates",
+                    "use torch.where or indexing in place of Python branches, .item() and loops over "
+                    "a discrete value",
+                )
+            ) from again
         reason = f"the model raised {type(error).__name__} on symbolic values"
         return replace(
             symbolic, factors=[all_opaque(f, symbolic, reason) for f in symbolic.factors]
         )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:120]
 
 
 def _made_opaque(before: Symbolic, after: Symbolic) -> bool:

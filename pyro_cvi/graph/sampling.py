@@ -155,8 +155,11 @@ class Sampler:
         assert isinstance(belief, FamilyBelief)
         natural = tuple(n.detach().requires_grad_() for n in belief.natural)
         d: Any = belief.family.to_distribution(natural)
-        value: Tensor = d.rsample()
         shape = self.plan.latents[block.sites[0]].shape
+        if self.by_score & set(block.sites):
+            value: Tensor = d.sample()
+            return Draw(value, {block.sites[0]: value.reshape(shape)}, value)
+        value = d.rsample()
         return Draw(natural, {block.sites[0]: value.reshape(shape)}, value)
 
     def _one(
@@ -225,6 +228,9 @@ class Sampler:
             g = torch.stack([_leaf_grad(g, block.name, z[0]) for g in grads])
             return _stein(belief, z, g, control)
         assert isinstance(belief, FamilyBelief)
+        if self.by_score & set(block.sites):
+            drawn = torch.stack([d[block.name].raw for d in draws])
+            return _family_score(belief, drawn, torch.tensor(values, dtype=drawn.dtype))
         per_leaf = [g[block.name] for g in grads if block.name in g]
         raw = [_average(parts, self.count) for parts in zip(*per_leaf, strict=True)]
         gradient = tuple(
@@ -294,6 +300,15 @@ def _stein(
     g_cov = second + symmetrise(curvature)
     g_loc = first + 2 * matvec(second, belief.loc) + residual.mean(0)
     return [g_loc, g_cov]
+
+
+def _family_score(belief: FamilyBelief, drawn: Tensor, values: Tensor) -> list[Tensor | None]:
+    """F^-1 Cov(f, T): the score function in natural parameters, turned into a mean-gradient."""
+    n = values.numel()
+    advantage = ((values - values.mean()) / (n - 1)).to(drawn.device)
+    statistics = belief.family.sufficient_statistics(drawn)
+    gradient = tuple((advantage.reshape(-1, *[1] * (t.ndim - 1)) * t).sum(0) for t in statistics)
+    return list(belief.family.fisher_solve(belief.natural, gradient))
 
 
 def _score(belief: GaussianBelief, z: Tensor, values: Tensor) -> list[Tensor | None]:

@@ -99,8 +99,11 @@ class _Prior(Messenger):
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.values = values
+        self.last: str | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
+        if not site_is_subsample(msg):
+            self.last = msg["name"]
         if msg["name"] in self.values and (not msg["is_observed"] or site_is_subsample(msg)):
             msg["value"] = self.values[msg["name"]]
             msg["done"] = True
@@ -154,8 +157,13 @@ def plain_trace(
     model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[str, Tensor]
 ) -> poutine.Trace:
     """One ordinary run with some site values given; hidden from handlers outside."""
-    with poutine.block(), _Prior(values):
-        return poutine.trace(model).get_trace(*args, **kwargs)
+    seen = _Prior(values)
+    try:
+        with poutine.block(), seen:
+            return poutine.trace(model).get_trace(*args, **kwargs)
+    except Exception as error:
+        error.last_site = seen.last  # type: ignore[attr-defined]
+        raise
 
 
 def subsample_values(trace: poutine.Trace) -> dict[str, Tensor]:
@@ -332,13 +340,10 @@ def _factor(
         log_p = log_density(fn, value)
     e = expression_of(log_p)
     weight: Tensor | float = site["scale"]
-    if not is_latent:
-        # A masked latent keeps its prior: its cell then goes back to the prior, never to infinity.
-        if mask is False:
-            weight = 0.0
-        elif isinstance(mask, Tensor):
-            dtype = plain(log_p).dtype
-            weight = mask.to(dtype) * weight
+    if mask is False:
+        weight = 0.0
+    elif isinstance(mask, Tensor):
+        weight = mask.to(plain(log_p).dtype) * weight
     enumerated = tuple(
         n
         for n, latent in latents.items()

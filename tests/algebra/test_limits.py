@@ -73,7 +73,13 @@ def test_an_op_without_a_rule_is_opaque_and_names_its_sites(op: str) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    ["comparison", "where with a latent condition", "floor", "index by a latent", "integer conversion"],
+    [
+        "comparison",
+        "where with a latent condition",
+        "floor",
+        "index by a latent",
+        "integer conversion",
+    ],
 )
 def test_what_is_constant_in_steps_says_that_it_has_no_gradient(op: str) -> None:
     symbols, _, _ = cases.namespaces(torch.float64)

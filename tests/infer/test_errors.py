@@ -75,15 +75,17 @@ def test_covariates_that_are_not_finite_leave_the_state_alone(bad):
     assert math.isfinite(good)
 
 
-def test_a_mix_of_dtypes_raises_what_the_model_raises():
+def test_a_mix_of_dtypes_says_where_and_what_to_do():
     x, y = data()
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(CVIError, match="at or after site 'w'.*dtype.*convert the data") as caught:
         new(regression).step(x.float(), y)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_shapes_that_do_not_broadcast():
     x, _ = data()
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises(CVIError, match="after site 'y'.*broadcast.*compare the shapes"):
         new(regression).step(x, torch.zeros(7))
 
 

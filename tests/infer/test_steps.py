@@ -245,6 +245,9 @@ def test_a_decoder_is_trained_through_samples():
     cvi = CVI(model, AutoCVI(model), optim=pyro.optim.Adam({"lr": 0.02}))
     before = [p.detach().clone() for p in decoder.parameters()]
     losses = [cvi.step(x) for _ in range(40)]
-    moved = [float((p.detach() - b).abs().max()) for p, b in zip(decoder.parameters(), before, strict=True)]
+    moved = [
+        float((p.detach() - b).abs().max())
+        for p, b in zip(decoder.parameters(), before, strict=True)
+    ]
     assert min(moved) > 0.01
     assert losses[-1] < 0.6 * losses[0]

@@ -1,0 +1,87 @@
+"""Masked latent cells that nothing informs are pinned to their prior.
+
+Under `poutine.mask` (padding, `obs_mask`) the prior of a cell does not count. A cell that another factor
+still informs has a flat prior, as in Pyro; one that no factor touches would have no posterior at all.
+Such a cell gets the prior it was traced with as a factor of its own: it sends nothing to its parents,
+and E_q[log p] - E_q[log q] = 0 for it, so that padding changes neither posterior nor bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import site_expression
+from pyro_cvi.algebra.latent import LatentTensor, expression_of
+from pyro_cvi.densities import log_density
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.initial import initial_beliefs
+from pyro_cvi.graph.plan import Plan
+from pyro_cvi.graph.symbolic import Factor, Latent, enumerated_values, parameter_dtype
+
+__all__ = ["pin_factors"]
+
+
+def pin_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
+    """One factor for every latent with masked cells that no message reaches."""
+    masked = {n: trace.nodes[n]["mask"] for n in plan.latents}
+    masked = {n: m for n, m in masked.items() if m is False or isinstance(m, Tensor)}
+    if not masked:
+        return []
+    evaluator = Evaluator(plan, initial_beliefs(plan))
+    factors = []
+    for name, mask in masked.items():
+        if name in plan.sampled_sites():
+            continue
+        latent = plan.latents[name]
+        off = torch.ones(latent.batch_shape, dtype=torch.bool, device=latent.value.device)
+        if isinstance(mask, Tensor):
+            off = ~mask.expand(latent.batch_shape)
+        dead = off & ~_informed(evaluator, plan, latent)
+        if bool(dead.any()):
+            factors.append(_pin(latent, dead))
+    return factors
+
+
+def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
+    """Whether any message reaches a cell, shape batch_shape."""
+    block = plan.block_of(latent.name)
+    gradient = evaluator.message(block)
+    if block.layout is not None:
+        at = (block.layout.element[latent.name], block.layout.position[latent.name])
+        touched = torch.zeros(latent.shape, dtype=torch.bool, device=latent.value.device)
+        if gradient[0] is not None:
+            touched |= (gradient[0][at] != 0).reshape(latent.shape)
+        if gradient[1] is not None:
+            touched |= (gradient[1][at[0], at[1], at[1]] != 0).reshape(latent.shape)
+    else:
+        touched = torch.zeros((), dtype=torch.bool, device=latent.value.device)
+        for g in gradient:
+            if g is not None:
+                touched = touched | (g != 0)
+        extra = touched.ndim - len(latent.batch_shape)
+        return touched.flatten(-extra).any(-1) if extra > 0 else touched.expand(latent.batch_shape)
+    event = latent.event_dim
+    return touched.flatten(-event).any(-1) if event else touched
+
+
+def _pin(latent: Latent, dead: Tensor) -> Factor:
+    if latent.enum_dim is None:
+        value: Any = LatentTensor.make(
+            latent.value, site_expression(latent.ref, latent.value.device)
+        )
+        enumerated: tuple[str, ...] = ()
+    else:
+        value = enumerated_values({latent.name: latent})[latent.name]
+        dtype = parameter_dtype(latent.prior)
+        value = value.to(dtype) if dtype is not None else value
+        enumerated = (latent.name,)
+    prior = latent.prior
+    while hasattr(prior, "_mask"):
+        prior = prior.base_dist
+    e = expression_of(log_density(prior, value))
+    weight = dead.to(parameter_dtype(prior) or torch.get_default_dtype())
+    return Factor(f"{latent.name} (masked cells)", e, weight, enumerated, False)
