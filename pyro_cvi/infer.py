@@ -28,6 +28,7 @@ from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.graph.sampling import Sampler
+from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.updates import Belief, GaussianBelief, Step
 
@@ -268,10 +269,9 @@ class CVI:
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sampler:
-        return Sampler(
-            prepared.plan, self.model, args, kwargs, prepared.nesting, prepared.subsample,
-            self.guide.num_samples,
-        )  # fmt: skip
+        plan = prepared.plan
+        call = Call(self.model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
+        return Sampler(plan, call, self.guide.num_samples)
 
     def _exact_step(self, evaluator: Evaluator, block: Block) -> None:
         belief, step = evaluator.beliefs[block.name].moved(evaluator.message(block), 1.0)

@@ -23,20 +23,23 @@ from pyro_cvi.graph.check import (
 from pyro_cvi.graph.pins import pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
+    Call,
     Latent,
     Symbolic,
     describe_latents,
     enumerated_values,
     is_factor_site,
     plain_trace,
-    run_symbolic,
     subsample_values,
 )
+from pyro_cvi.graph.validation import check_batch, check_data, check_plates, check_same_sites
 
 __all__ = ["Prepared", "prepare"]
 
 Model = Callable[..., Any]
+Values = dict[str, Tensor]
 _SHRINK = (0.1, 0.01)
+"""How far from the prior's mean the second and third point of the self-check lie."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,74 +91,69 @@ def prepare(
             )
         )
     if previous is not None:
-        _check_same_sites(previous.plan.latents, latents)
-    subsample = subsample_values(trace)
-    _check_plates(latents, trace)
-    symbolic = _run(model, args, kwargs, latents, nesting, subsample)
-    fresh = plain_trace(model, args, kwargs, subsample)
-    values = factor_values(fresh)
-    _check_batch(fresh, values)
-    point = {n: fresh.nodes[n]["value"] for n in latents}
-    discrete = enumerated_values(latents)
-    if discrete:  # every branch counts, not only the one that this draw took
-        point |= discrete
-        fresh = plain_trace(model, args, kwargs, {**subsample, **point})
-        values = factor_values(fresh)
-    runs, all_values = [fresh], [values]
-    symbolic_checked = checked(symbolic, runs, all_values)
-    for shrink in _SHRINK:
-        if symbolic_checked is symbolic or not _made_opaque(symbolic, symbolic_checked):
-            break
-        closer = {n: _towards_mean(latents[n], v, shrink) for n, v in point.items()}
-        runs.append(plain_trace(model, args, kwargs, {**subsample, **closer}))
-        all_values.append(factor_values(runs[-1]))
-        symbolic_checked = checked(symbolic, runs, all_values)
-    symbolic = _checked_where_opaque(
-        symbolic_checked, model, args, kwargs, nesting, subsample, runs, all_values
-    )
+        check_same_sites(previous.plan.latents, latents)
+    check_plates(latents, trace)
+    call = Call(model, args, kwargs, latents, nesting, subsample_values(trace))
+    symbolic, point = _verified(call)
+    plan = _planned(symbolic, trace, max_dense_dim, None if previous is None else previous.plan)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
     point = {n: _towards_mean(latents[n], v, _SHRINK[0]) for n, v in point.items()}
-    fresh = plain_trace(model, args, kwargs, {**subsample, **point})
-    values = factor_values(fresh)
-    before = None if previous is None else previous.plan
-    parameters = _parameters(trace)
+    near = call.plain(point)
+    return Prepared(
+        plan,
+        nesting,
+        call.subsample,
+        {**point, **call.subsample},
+        fingerprint(near, factor_values(near)),
+        trace,
+        _parameters(trace),
+    )
 
-    def planned(symbolic: Symbolic) -> Plan:
-        return make_plan(
-            symbolic,
-            max_dense_dim,
-            before,
-            stochastic=_is_subsampled(trace),
-            learns=bool(parameters),
-        )
 
-    plan = planned(symbolic)
+def _planned(
+    symbolic: Symbolic, trace: poutine.Trace, max_dense_dim: int, previous: Plan | None
+) -> Plan:
+    """The plan, with masked cells that nothing informs pinned to their prior."""
+    stochastic, learns = _is_subsampled(trace), bool(_parameters(trace))
+    plan = make_plan(symbolic, max_dense_dim, previous, stochastic=stochastic, learns=learns)
     pins = pin_factors(plan, trace)
-    if pins:
-        plan = planned(replace(symbolic, factors=[*symbolic.factors, *pins]))
-    key = fingerprint(fresh, values)
-    return Prepared(plan, nesting, subsample, {**point, **subsample}, key, trace, parameters)
+    if not pins:
+        return plan
+    pinned = replace(symbolic, factors=[*symbolic.factors, *pins])
+    return make_plan(pinned, max_dense_dim, previous, stochastic=stochastic, learns=learns)
+
+
+def _verified(call: Call) -> tuple[Symbolic, Values]:
+    """The symbolic run after the self-check, and the random point of the check."""
+    symbolic = _run(call)
+    fresh = call.plain({})
+    check_batch(fresh, factor_values(fresh))
+    point = {n: fresh.nodes[n]["value"] for n in call.latents}
+    discrete = enumerated_values(call.latents)
+    if discrete:  # every branch counts, not only the one that this draw took
+        point |= discrete
+        fresh = call.plain(point)
+    runs, values = [fresh], [factor_values(fresh)]
+    result = checked(symbolic, runs, values)
+    for shrink in _SHRINK:
+        if not _made_opaque(symbolic, result):
+            break
+        closer = {n: _towards_mean(call.latents[n], v, shrink) for n, v in point.items()}
+        runs.append(call.plain(closer))
+        values.append(factor_values(runs[-1]))
+        result = checked(symbolic, runs, values)
+    return _checked_where_opaque(result, call, runs, values), point
 
 
 def _checked_where_opaque(
-    symbolic: Symbolic,
-    model: Model,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    nesting: int,
-    subsample: Mapping[str, Tensor],
-    runs: list[poutine.Trace],
-    values: list[dict[str, Tensor]],
+    symbolic: Symbolic, call: Call, runs: list[poutine.Trace], values: list[Values]
 ) -> Symbolic:
     """Check what an opaque part hides: with its sites held at the points, all else must agree."""
     hidden = {n for f in symbolic.factors for n in opaque_sites(f.expression)}
     hidden |= {n for f in symbolic.factors for n in f.forced}
     if not hidden:
         return symbolic
-    held = []
-    for run in runs:
-        fixed = {n: run.nodes[n]["value"] for n in hidden}
-        held.append(run_symbolic(model, args, kwargs, symbolic.latents, nesting, subsample, fixed))
+    held = [call.symbolic({n: run.nodes[n]["value"] for n in hidden}) for run in runs]
     return checked_pairs(symbolic, held, runs, values)
 
 
@@ -172,7 +170,7 @@ def _first_run(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> p
     """An ordinary run; what torch says about dtypes and shapes is given a site and a remedy."""
     try:
         trace = plain_trace(model, args, kwargs, {})
-        _check_data(trace)
+        check_data(trace)
         factor_values(trace)
         return trace
     except CVIError:
@@ -191,23 +189,16 @@ def _first_run(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> p
         raise ModelError(message(place, said.rstrip("."), expected, remedy)) from error
 
 
-def _run(
-    model: Model,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    latents: Mapping[str, Latent],
-    nesting: int,
-    subsample: Mapping[str, Tensor],
-) -> Symbolic:
+def _run(call: Call) -> Symbolic:
     """The symbolic run; a model that cannot run on symbols is sampled as a whole."""
     try:
-        return run_symbolic(model, args, kwargs, latents, nesting, subsample)
+        return call.symbolic()
     except Exception as error:
-        fixed = {n: x.value for n, x in latents.items() if x.enum_dim is None}
+        fixed = {n: x.value for n, x in call.latents.items() if x.enum_dim is None}
         try:
-            symbolic = run_symbolic(model, args, kwargs, latents, nesting, subsample, fixed)
+            symbolic = call.symbolic(fixed)
         except Exception as again:
-            discrete = [n for n, x in latents.items() if x.enum_dim is not None]
+            discrete = [n for n, x in call.latents.items() if x.enum_dim is not None]
             if not discrete:
                 raise
             raise CVIError(
@@ -254,98 +245,3 @@ def _is_subsampled(trace: poutine.Trace) -> bool:
         if is_factor_site(s)
         for f in s["cond_indep_stack"]
     )
-
-
-def _check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
-    if set(old) != set(new):
-        gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
-        raise CVIError(
-            message(
-                "model",
-                f"its latent sites changed between calls (gone: {gone}, new: {came})",
-                "the same latent sites at every step",
-                "build a new AutoCVI for the other model, or condition on the same sites each time",
-            )
-        )
-    for name, latent in new.items():
-        if latent.shape != old[name].shape or latent.family is not old[name].family:
-            raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"shape {latent.shape} ({latent.family.name})",
-                    f"shape {old[name].shape} ({old[name].family.name}), as at the first call",
-                    "build a new AutoCVI for data of another size (its local latents are fitted to "
-                    "the rows seen first)",
-                )
-            )
-
-
-def _check_data(trace: poutine.Trace) -> None:
-    for name, site in trace.nodes.items():
-        if not is_factor_site(site):
-            continue
-        mask = site["mask"]
-        if site["is_observed"] and isinstance(site["value"], Tensor) and mask is not False:
-            _check_finite(name, site["value"], mask, site["fn"])
-
-
-def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
-    if not value.dtype.is_floating_point or hasattr(fn, "log_factor"):
-        return
-    bad = ~value.isfinite()
-    if isinstance(mask, Tensor):
-        event = (1,) * fn.event_dim
-        bad = bad & mask.reshape(*mask.shape, *event)
-    inner = fn
-    while hasattr(inner, "base_dist") and not hasattr(inner, "_mask"):
-        inner = inner.base_dist
-    if isinstance(getattr(inner, "_mask", None), Tensor):
-        event = (1,) * (bad.ndim - inner._mask.ndim)
-        bad = bad & inner._mask.reshape(*inner._mask.shape, *event)
-    if bool(bad.any()):
-        count = int(bad.sum())
-        raise CVIError(
-            message(
-                f"observed site '{name}'",
-                f"{count} of {value.numel()} values are NaN or infinite",
-                "finite data wherever the mask is on",
-                "drop these rows, or mask them with poutine.mask or obs_mask",
-            )
-        )
-
-
-def _check_batch(trace: poutine.Trace, values: Mapping[str, Tensor]) -> None:
-    """Batch dims outside of plates: the density would be summed over them by accident."""
-    if not pyro.settings.get("validate_infer"):
-        return
-    for name, site in trace.nodes.items():
-        if not is_factor_site(site):
-            continue
-        shape = tuple(values[name].shape)
-        declared = {f.dim for f in site["cond_indep_stack"] if f.vectorized}
-        extra = [d for d in range(-len(shape), 0) if shape[d] > 1 and d not in declared]
-        if extra and not hasattr(site["fn"], "log_factor"):
-            raise CVIError(
-                message(
-                    f"site '{name}'",
-                    f"a log density of shape {shape}, of which dim {extra[0]} is in no plate",
-                    "every batch dim declared by pyro.plate, or made part of the event",
-                    f"put the statement in `with pyro.plate('data', {shape[extra[0]]}):`, or add "
-                    f".to_event({-extra[0]}) to its distribution",
-                )
-            )
-
-
-def _check_plates(latents: Mapping[str, Latent], trace: poutine.Trace) -> None:
-    for name in latents:
-        for frame in trace.nodes[name]["cond_indep_stack"]:
-            plate, size, full = frame.name, frame.size, frame.full_size
-            if full is not None and size != full:
-                raise CVIError(
-                    message(
-                        f"latent site '{name}'",
-                        f"it lives in plate '{plate}', which holds {size} of {full} elements at a time",
-                        "subsampled plates around observed sites only, in this version",
-                        "run on all elements at once, or marginalise the local site",
-                    )
-                )

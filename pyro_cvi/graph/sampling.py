@@ -4,7 +4,7 @@ The sites a factor cannot average are drawn from q and given to the model as pla
 of the factor is an expression of the other sites, averaged exactly given the draw. Gaussian blocks use
 Stein's lemma, E[grad f] and 1/2 E[precision (z - loc) grad f^T]; other families differentiate their
 implicit reparameterisation and solve with the Fisher matrix. Both estimate only the residual against
-the block's last message (methods: site control variate), so the noise falls as q converges.
+the block's last message (a control variate), so the noise falls as q converges.
 
 A site whose value left torch (`.item()`, a branch) has no pathwise gradient; the score function with a
 leave-one-out baseline serves it.
@@ -12,7 +12,7 @@ leave-one-out baseline serves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.graph.evaluator import Evaluator, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
-from pyro_cvi.graph.symbolic import run_symbolic
+from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.linalg import matvec, symmetrise
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
@@ -58,18 +58,8 @@ class Draw:
 class Sampler:
     """Draws and gradients for the sampled factors of a plan."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        nesting: int,
-        subsample: Mapping[str, Tensor],
-        num_samples: int,
-    ) -> None:
-        self.plan, self.model, self.args, self.kwargs = plan, model, args, kwargs
-        self.nesting, self.subsample = nesting, subsample
+    def __init__(self, plan: Plan, call: Call, num_samples: int) -> None:
+        self.plan, self.call = plan, call
         self.count = num_samples + num_samples % 2
         self.names = frozenset(f.name for f in plan.factors if f.sampled)
         sites = plan.sampled_sites()
@@ -170,16 +160,7 @@ class Sampler:
         parameters: Sequence[Tensor],
     ) -> tuple[float, dict[str, Any]]:
         fixed = {s: v for d in draws.values() for s, v in d.values.items()}
-        symbolic = run_symbolic(
-            self.model,
-            self.args,
-            self.kwargs,
-            self.plan.latents,
-            self.nesting,
-            self.subsample,
-            fixed,
-            self.names,
-        )
+        symbolic = self.call.symbolic(fixed, self.names)
         factors = compile_factors(symbolic, self.plan.structure.fresh())
         moments, probabilities = moments_of(self.plan, evaluator.leaves)
         total = torch.zeros(())

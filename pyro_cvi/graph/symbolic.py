@@ -34,7 +34,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import BERNOULLI, CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "run_symbolic"]
+__all__ = ["Call", "Factor", "Latent", "Symbolic", "describe_latents", "plain_trace"]
 
 Model = Callable[..., Any]
 _MOST_DIMS = 24
@@ -284,38 +284,50 @@ def _no_family(name: str, fn: Any) -> str:
     )
 
 
-def run_symbolic(
-    model: Model,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    latents: Mapping[str, Latent],
-    nesting: int,
-    subsample: Mapping[str, Tensor],
-    fixed: Mapping[str, Tensor] | None = None,
-    only: frozenset[str] | None = None,
-) -> Symbolic:
-    """Run the model on symbols; `fixed` latents are constants of the run instead.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One model with its arguments, and what the first run told of its latents and plates."""
 
-    With `only` the factors of these names alone are read.
-    """
-    recorder = Recorder()
-    symbols = _Symbols(latents, fixed or {}, recorder)
-    with (
-        poutine.block(),
-        pyro.validation_enabled(False),
-        recording(recorder),
-        _Prior(subsample),
-        symbols,
-    ):
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-        factors = []
-        for position, (name, site) in enumerate(trace.nodes.items()):
-            if is_factor_site(site) and (only is None or name in only):
-                factors.append(
-                    _factor(site, latents, position, symbols.forced.get(name, {}), fixed or {})
-                )
-    order = [n for n, s in trace.nodes.items() if is_factor_site(s)]
-    return Symbolic(dict(latents), factors, order, nesting, recorder)
+    model: Model
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    latents: Mapping[str, Latent]
+    nesting: int
+    subsample: Mapping[str, Tensor]
+
+    def plain(self, values: Mapping[str, Tensor]) -> poutine.Trace:
+        """An ordinary run on the same minibatch, with some site values given."""
+        return plain_trace(self.model, self.args, self.kwargs, {**self.subsample, **values})
+
+    def symbolic(
+        self,
+        fixed: Mapping[str, Tensor] | None = None,
+        only: frozenset[str] | None = None,
+    ) -> Symbolic:
+        """Run the model on symbols; `fixed` latents are constants of the run instead.
+
+        With `only` the factors of these names alone are read.
+        """
+        recorder = Recorder()
+        symbols = _Symbols(self.latents, fixed or {}, recorder)
+        with (
+            poutine.block(),
+            pyro.validation_enabled(False),
+            recording(recorder),
+            _Prior(self.subsample),
+            symbols,
+        ):
+            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            factors = []
+            for position, (name, site) in enumerate(trace.nodes.items()):
+                if is_factor_site(site) and (only is None or name in only):
+                    factors.append(
+                        _factor(
+                            site, self.latents, position, symbols.forced.get(name, {}), fixed or {}
+                        )
+                    )
+        order = [n for n, s in trace.nodes.items() if is_factor_site(s)]
+        return Symbolic(dict(self.latents), factors, order, self.nesting, recorder)
 
 
 def _factor(

@@ -1,0 +1,113 @@
+"""What a model must satisfy before it is analysed; every error names the site and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+from pyro import poutine
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.symbolic import Latent, is_factor_site
+
+__all__ = ["check_batch", "check_data", "check_plates", "check_same_sites"]
+
+
+def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
+    """The latents are those of the first call, with the same shapes and families."""
+    if set(old) != set(new):
+        gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+        raise CVIError(
+            message(
+                "model",
+                f"its latent sites changed between calls (gone: {gone}, new: {came})",
+                "the same latent sites at every step",
+                "build a new AutoCVI for the other model, or condition on the same sites each time",
+            )
+        )
+    for name, latent in new.items():
+        if latent.shape != old[name].shape or latent.family is not old[name].family:
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"shape {latent.shape} ({latent.family.name})",
+                    f"shape {old[name].shape} ({old[name].family.name}), as at the first call",
+                    "build a new AutoCVI for data of another size (its local latents are fitted to "
+                    "the rows seen first)",
+                )
+            )
+
+
+def check_data(trace: poutine.Trace) -> None:
+    """Observed values are finite wherever the mask is on."""
+    for name, site in trace.nodes.items():
+        if not is_factor_site(site):
+            continue
+        mask = site["mask"]
+        if site["is_observed"] and isinstance(site["value"], Tensor) and mask is not False:
+            _check_finite(name, site["value"], mask, site["fn"])
+
+
+def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
+    if not value.dtype.is_floating_point or hasattr(fn, "log_factor"):
+        return
+    bad = ~value.isfinite()
+    if isinstance(mask, Tensor):
+        event = (1,) * fn.event_dim
+        bad = bad & mask.reshape(*mask.shape, *event)
+    inner = fn
+    while hasattr(inner, "base_dist") and not hasattr(inner, "_mask"):
+        inner = inner.base_dist
+    if isinstance(getattr(inner, "_mask", None), Tensor):
+        event = (1,) * (bad.ndim - inner._mask.ndim)
+        bad = bad & inner._mask.reshape(*inner._mask.shape, *event)
+    if bool(bad.any()):
+        count = int(bad.sum())
+        raise CVIError(
+            message(
+                f"observed site '{name}'",
+                f"{count} of {value.numel()} values are NaN or infinite",
+                "finite data wherever the mask is on",
+                "drop these rows, or mask them with poutine.mask or obs_mask",
+            )
+        )
+
+
+def check_batch(trace: poutine.Trace, values: Mapping[str, Tensor]) -> None:
+    """Batch dims outside of plates: the density would be summed over them by accident."""
+    if not pyro.settings.get("validate_infer"):
+        return
+    for name, site in trace.nodes.items():
+        if not is_factor_site(site):
+            continue
+        shape = tuple(values[name].shape)
+        declared = {f.dim for f in site["cond_indep_stack"] if f.vectorized}
+        extra = [d for d in range(-len(shape), 0) if shape[d] > 1 and d not in declared]
+        if extra and not hasattr(site["fn"], "log_factor"):
+            raise CVIError(
+                message(
+                    f"site '{name}'",
+                    f"a log density of shape {shape}, of which dim {extra[0]} is in no plate",
+                    "every batch dim declared by pyro.plate, or made part of the event",
+                    f"put the statement in `with pyro.plate('data', {shape[extra[0]]}):`, or add "
+                    f".to_event({-extra[0]}) to its distribution",
+                )
+            )
+
+
+def check_plates(latents: Mapping[str, Latent], trace: poutine.Trace) -> None:
+    """No latent stands in a plate that holds part of its elements at a time."""
+    for name in latents:
+        for frame in trace.nodes[name]["cond_indep_stack"]:
+            plate, size, full = frame.name, frame.size, frame.full_size
+            if full is not None and size != full:
+                raise CVIError(
+                    message(
+                        f"latent site '{name}'",
+                        f"it lives in plate '{plate}', which holds {size} of {full} elements at a time",
+                        "subsampled plates around observed sites only, in this version",
+                        "run on all elements at once, or marginalise the local site",
+                    )
+                )
