@@ -364,17 +364,20 @@ class AutoCVI(AutoGuide):
         return d.to_event(latent.event_dim) if latent.event_dim else d
 
     def joint(self, sites: Sequence[str]) -> Any:
-        """The joint Gaussian of sites of one dense block, flattened and concatenated in this order."""
+        """The joint Gaussian of sites of one block, flattened and concatenated in this order.
+
+        In a plated block, elements are independent of each other.
+        """
         names = [sites] if isinstance(sites, str) else list(sites)
         blocks = list(dict.fromkeys(self._block(s).name for s in names))
         block = self._block(names[0]) if names else None
-        if block is None or block.layout is None or block.layout.count != 1 or len(blocks) != 1:
+        if block is None or block.layout is None or len(blocks) != 1:
             kinds = {s: self._block(s).structure for s in names}
             raise CVIError(
                 message(
                     f"joint({names!r})",
                     f"these sites have the structures {kinds} in {len(blocks)} blocks",
-                    "sites of one dense Gaussian block",
+                    "sites of one Gaussian block",
                     "ask for each site's own marginal with posterior(name); explain() lists the blocks",
                 )
             )
@@ -382,9 +385,9 @@ class AutoCVI(AutoGuide):
             raise CVIError(f"joint({names!r}): a site is named twice; name each once")
         belief = self.belief(block)
         assert isinstance(belief, GaussianBelief)
-        index = torch.cat([block.layout.position[s] for s in names])
-        tril = _triangular(belief.scale_tril[0, index])
-        return dist.MultivariateNormal(belief.loc[0, index], scale_tril=tril)
+        index = torch.cat([block.layout.flat(s) for s in names])
+        tril = _triangular(torch.block_diag(*belief.scale_tril)[index])
+        return dist.MultivariateNormal(belief.loc.reshape(-1)[index], scale_tril=tril)
 
     def _block(self, site: str) -> Block:
         plan = self._need(f"the posterior of '{site}'").plan
@@ -487,7 +490,7 @@ class AutoCVI(AutoGuide):
             latent = self.plan.latents[site]
             flat = z[..., layout.element[site], layout.position[site]]
             shape = broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
-            value = flat.reshape(shape)
+            value = flat.reshape(shape).to(latent.value.dtype)
             fn = dist.Delta(value, event_dim=latent.event_dim)  # its density is the joint's
             result[site] = self._in_plates(site, plates, fn)
         return result

@@ -42,6 +42,9 @@ def _gaussian(plan: Plan, block: Block, located: dict[str, Tensor]) -> GaussianB
     layout = block.layout
     assert layout is not None
     like = plan.latents[block.sites[0]].value
+    for site in block.sites[1:]:  # sites of two dtypes share the wider one
+        wider = torch.promote_types(like.dtype, plan.latents[site].value.dtype)
+        like = like.to(wider)
     loc = like.new_zeros(layout.count, layout.width)
     variance = torch.ones_like(loc)
     for site in block.sites:

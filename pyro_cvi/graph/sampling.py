@@ -141,7 +141,10 @@ class Sampler:
             z = belief.loc + matvec(belief.scale_tril, noise[i])
             # A site that is read as a number has no gradient to give, and may go through numpy.
             leaf = z.detach().requires_grad_(not self.by_score & set(block.sites))
-            return Draw(leaf, scatter(block, leaf), leaf.detach())
+            values = {
+                s: v.to(self.plan.latents[s].value.dtype) for s, v in scatter(block, leaf).items()
+            }
+            return Draw(leaf, values, leaf.detach())
         assert isinstance(belief, FamilyBelief)
         natural = tuple(n.detach().requires_grad_() for n in belief.natural)
         d: Any = belief.family.to_distribution(natural)

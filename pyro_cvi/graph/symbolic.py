@@ -275,6 +275,8 @@ def _no_family(name: str, fn: Any) -> str:
         "probabilities), write it as a function of a Normal site (for example "
         f"{name} = Normal(...).exp()), or hold it fixed with poutine.condition"
     )
+    if core == "Delta":
+        remedy = f"write pyro.deterministic('{name}', ...) for a value that is not random"
     return message(
         f"latent site '{name}'",
         f"a {core} prior, for which this version has no posterior family",

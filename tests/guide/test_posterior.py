@@ -88,7 +88,6 @@ def test_the_joint_is_the_closed_form_in_the_order_asked_for():
 @pytest.mark.parametrize(
     ("name", "sites", "said"),
     [
-        ("local_vectors", ["z"], "plated"),
         ("variance", ["mu", "s2"], "2 blocks"),
         ("mixture", ["k"], "Categorical"),
         ("dense", [], "0 blocks"),

@@ -332,3 +332,48 @@ def test_the_complement_of_a_probability_is_conjugate():
     guide, _, _ = fit(model, torch.tensor([3.0, 5.0]), steps=1)
     assert float(guide.posterior("p").concentration1) == pytest.approx(2 + 14 - 8)
     assert float(guide.posterior("p").concentration0) == pytest.approx(3 + 8)
+
+
+def test_sites_of_two_dtypes_share_the_wider_one():
+    def model(y):
+        a = pyro.sample("a", dist.Normal(torch.tensor(0.0, dtype=torch.float32), 1.0))
+        b = pyro.sample("b", dist.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
+
+    guide, _, _ = fit(model, torch.tensor([1.0, 3.0]), steps=2)
+    draw = guide(torch.tensor([1.0, 3.0]))
+    assert draw["a"].dtype == torch.float32
+    assert draw["b"].dtype == torch.float64
+    assert float(guide.posterior("b").loc) == pytest.approx(4 / 5, rel=1e-6)
+
+
+def test_a_latent_delta_is_refused_with_the_statement_to_use():
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("d", dist.Delta(2 * z))
+
+    with pytest.raises(CVIError, match="'d'.*Delta.*pyro.deterministic"):
+        explain(model)
+
+
+def test_the_joint_of_a_plated_block_has_independent_elements():
+    x, group = torch.randn(60), torch.arange(60) % 3
+
+    def model(y):
+        with pyro.plate("groups", 3):
+            a = pyro.sample("a", dist.Normal(0.0, 2.0))
+            b = pyro.sample("b", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(a[group] + b[group] * x, 1.0), obs=y)
+
+    y = torch.randn(60)
+    guide, _, _ = fit(model, y, steps=1)
+    assert guide.plan.blocks[0].structure == "plated"
+    joint = guide.joint(["a", "b"])
+    design = torch.zeros(60, 6)
+    design[torch.arange(60), group] = 1
+    design[torch.arange(60), 3 + group] = x
+    precision = torch.eye(6) / 4 + design.T @ design
+    torch.testing.assert_close(joint.covariance_matrix, torch.linalg.inv(precision))
+    torch.testing.assert_close(joint.mean, torch.linalg.solve(precision, design.T @ y))
