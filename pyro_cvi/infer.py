@@ -119,7 +119,7 @@ class CVI:
         before, control = self.guide.beliefs(), dict(self._control)
         try:
             evaluator = self._evaluator_for(prepared)
-            self._narrow_until_finite(evaluator)
+            self._narrow(evaluator)
             self._sweep(evaluator, prepared, args, kwargs)
             elbo = evaluator.elbo() + self._sampled_value
             finite = all(b.is_finite() for b in evaluator.beliefs.values())
@@ -137,14 +137,30 @@ class CVI:
         self._time += 1
         return -elbo
 
-    def _narrow_until_finite(self, evaluator: Evaluator) -> None:
-        """Where exp overflows under the spread of a start, a narrower start is as good."""
+    def _narrow(self, evaluator: Evaluator) -> None:
+        """Narrow the start where exp overflows under its spread, or nearly does.
+
+        Nearly: E exp(f) = exp(m + v/2) may be finite and beyond any use, as Newton's steps undo about
+        one nat of it each. The bound itself says which of two starts is better.
+        """
+        explosive = self._time == 0 and any(
+            "E exp" in h.reason for f in evaluator.plan.factors for h in f.how.values()
+        )
+        elbo = evaluator.elbo()
         for _ in range(_NARROWINGS):
-            if math.isfinite(evaluator.elbo()):
+            finite = math.isfinite(elbo)
+            if finite and not explosive:
                 return
-            for name, b in list(evaluator.beliefs.items()):
+            kept = dict(evaluator.beliefs)
+            for name, b in kept.items():
                 if isinstance(b, GaussianBelief):
                     evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))
+            narrower = evaluator.elbo()
+            if finite and not narrower > elbo:
+                for name, b in kept.items():
+                    evaluator.set(name, b)
+                return
+            elbo = narrower
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO now; changes nothing.

@@ -264,7 +264,7 @@ def test_python_control_flow_on_a_discrete_site_is_refused_with_a_remedy():
         explain(model)
 
 
-@pytest.mark.parametrize("size", [200.0, 1000.0])
+@pytest.mark.parametrize("size", [1.0, 200.0, 300.0, 1000.0, 3000.0])
 def test_an_exp_link_with_large_covariates_starts(size):
     x = torch.randn(50) * size
     y = torch.poisson(torch.exp(0.5 * x / size))
