@@ -45,7 +45,7 @@ __all__ = [
     "multiply",
     "negate",
     "opaque",
-    "opaque_reasons",
+    "opaque_parts",
     "permute_axes",
     "site_expression",
     "sum_axes",
@@ -286,18 +286,18 @@ def opaque(sites: Iterable[str], reason: str, shape: Sequence[int]) -> Expressio
     )
 
 
-def opaque_reasons(e: Expression) -> list[str]:
-    """The reasons of all opaque parts, however deep."""
-    found: list[str] = []
+def opaque_parts(e: Expression) -> list[Opaque]:
+    """All opaque operands, however deep."""
+    found: list[Opaque] = []
     for t in e.terms:
         for o in t.operands:
             if isinstance(o, Opaque):
-                found.append(o.reason)
+                found.append(o)
             elif isinstance(o, Group):
-                found += opaque_reasons(o.expression)
+                found += opaque_parts(o.expression)
             elif isinstance(o, Link):
                 for a in o.arguments:
-                    found += opaque_reasons(a)
+                    found += opaque_parts(a)
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Expression, as_expression, opaque, opaque_reasons
+from pyro_cvi.algebra.expression import Expression, as_expression, opaque, opaque_parts
 
 __all__ = ["LatentTensor", "Recorder", "expression_of", "plain", "register_rule", "rules"]
 
@@ -245,9 +245,9 @@ def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor) -> str:
     """Why a result is opaque; what jumps, or comes from something that does, has no gradient."""
     label = key.removeprefix("property_")
     for v in inputs:
-        for reason in opaque_reasons(v._expression):
-            if reason.endswith(NO_GRADIENT):
-                return reason
+        for part in opaque_parts(v._expression):
+            if part.reason.endswith(NO_GRADIENT):
+                return part.reason
     if key in _JUMPS or not (result.dtype.is_floating_point or result.dtype.is_complex):
         return f"'{label}' is constant in steps, {NO_GRADIENT}"
     return f"'{label}' has no rule"

@@ -31,6 +31,7 @@ from pyro_cvi.algebra.expression import (
     Term,
     contract,
     merge_operands,
+    opaque_parts,
 )
 from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.algebra.moves import move
@@ -124,10 +125,8 @@ def _compile_term(t: Term, structure: Structure, result: Expectation, learn: boo
 def _note_sampled(operands: list[Operand], result: Expectation) -> None:
     for o in operands:
         result.note(o.sites, "sampled", _why(o))
-        inside = _leaves(Expression(o.shape, 0.0, (Term(1.0, (o,)),)))
-        for leaf in inside:
-            if isinstance(leaf, Opaque):
-                result.note(leaf.sites, "sampled", leaf.reason)
+        for part in opaque_parts(Expression(o.shape, 0.0, (Term(1.0, (o,)),))):
+            result.note(part.sites, "sampled", part.reason)
 
 
 def _why(o: Operand) -> str:

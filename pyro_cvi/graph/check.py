@@ -17,7 +17,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
-from pyro_cvi.algebra.expression import Expression, Group, Link, Opaque, opaque
+from pyro_cvi.algebra.expression import Expression, opaque, opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
@@ -125,16 +125,7 @@ def checked_pairs(
 
 def opaque_sites(e: Expression) -> frozenset[str]:
     """The sites of all opaque parts of an expression."""
-    found: frozenset[str] = frozenset()
-    for t in e.terms:
-        for o in t.operands:
-            if isinstance(o, Opaque):
-                found |= o.sites
-            elif isinstance(o, Group):
-                found |= opaque_sites(o.expression)
-            elif isinstance(o, Link):
-                found = found.union(*(opaque_sites(a) for a in o.arguments))
-    return found
+    return frozenset().union(*(o.sites for o in opaque_parts(e)))
 
 
 def _point(symbolic: Symbolic, run: poutine.Trace) -> dict[str, Tensor]:

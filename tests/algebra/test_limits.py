@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from pyro_cvi.algebra import LatentTensor, Recorder, expression_of, plain, recording
 from pyro_cvi.algebra.evaluate import OpaqueError
-from pyro_cvi.algebra.expression import opaque_reasons
+from pyro_cvi.algebra.expression import opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
 
 WITHOUT_RULE: dict[str, Callable[[SimpleNamespace], Any]] = {
@@ -84,8 +84,8 @@ def test_an_op_without_a_rule_is_opaque_and_names_its_sites(op: str) -> None:
 def test_what_is_constant_in_steps_says_that_it_has_no_gradient(op: str) -> None:
     symbols, _, _ = cases.namespaces(torch.float64)
     out = 2 * WITHOUT_RULE[op](symbols) + symbols.s.exp()
-    reasons = opaque_reasons(out.expression)
-    assert any(r.endswith(NO_GRADIENT) for r in reasons)
+    parts = opaque_parts(out.expression)
+    assert any(o.reason.endswith(NO_GRADIENT) for o in parts)
 
 
 def test_what_follows_an_opaque_part_stays_opaque_with_all_sites() -> None:
