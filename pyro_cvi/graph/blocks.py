@@ -203,15 +203,16 @@ def _layouts(
     if layout is not None:
         return [GaussianBlock(tuple(sites), layout, reason)]
     if len(sites) > 1:
-        # Too large together: the largest site on its own, which loses its correlations with the rest.
-        largest = max(sites, key=lambda n: math.prod(shapes[n]))
-        rest = [n for n in sites if n != largest]
+        # Too large together: as many of the small sites as fit share a block, then the next ones;
+        # what is lost is the correlation between these blocks.
+        group = _smallest(sites, shapes, max_dense_dim)
+        rest = [n for n in sites if n not in group]
         result = []
-        for group in (rest, [largest]):
-            for block in _layouts(group, gaussian, couplings, opaque, max_dense_dim):
+        for part in (group, rest):
+            for block in _layouts(part, gaussian, couplings, opaque, max_dense_dim):
                 why = block.reason
                 if "max_dense_dim" not in why:
-                    why += f"; with {_others(sites, group)} it would exceed max_dense_dim"
+                    why += f"; with {_others(sites, part)} it would exceed max_dense_dim"
                 result.append(GaussianBlock(block.sites, block.layout, why))
         return result
     count = math.prod(shapes[sites[0]])
@@ -219,6 +220,19 @@ def _layouts(
     assert diagonal is not None
     reason = f"diagonal: {count} coupled scalars are more than max_dense_dim={max_dense_dim}"
     return [GaussianBlock(tuple(sites), diagonal, reason)]
+
+
+def _smallest(
+    sites: list[str], shapes: Mapping[str, tuple[int, ...]], max_dense_dim: int
+) -> list[str]:
+    """The smallest sites that fit into one dense block together (at least one, never all)."""
+    total, chosen = 0, set()
+    for n in sorted(sites, key=lambda n: math.prod(shapes[n]))[:-1]:
+        total += math.prod(shapes[n])
+        if chosen and total > max_dense_dim:
+            break
+        chosen.add(n)
+    return [n for n in sites if n in chosen]
 
 
 def _others(sites: list[str], group: list[str]) -> str:

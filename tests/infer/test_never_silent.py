@@ -377,3 +377,13 @@ def test_the_joint_of_a_plated_block_has_independent_elements():
     precision = torch.eye(6) / 4 + design.T @ design
     torch.testing.assert_close(joint.covariance_matrix, torch.linalg.inv(precision))
     torch.testing.assert_close(joint.mean, torch.linalg.solve(precision, design.T @ y))
+
+
+def test_many_small_sites_share_blocks_of_max_dense_dim():
+    def model():
+        total = sum(pyro.sample(f"z{i}", dist.Normal(0.0, 1.0)) for i in range(25))
+        pyro.sample("y", dist.Normal(total, 1.0), obs=torch.tensor(1.0))
+
+    guide, _, losses = fit(model, steps=30, max_dense_dim=10)
+    assert [b.size for b in guide.plan.blocks] == [10, 10, 5]
+    assert all(b <= a + 1e-9 for a, b in zip(losses, losses[1:], strict=False))
