@@ -226,7 +226,8 @@ def _smallest(
     sites: list[str], shapes: Mapping[str, tuple[int, ...]], max_dense_dim: int
 ) -> list[str]:
     """The smallest sites that fit into one dense block together (at least one, never all)."""
-    total, chosen = 0, set()
+    total = 0
+    chosen: set[str] = set()
     for n in sorted(sites, key=lambda n: math.prod(shapes[n]))[:-1]:
         total += math.prod(shapes[n])
         if chosen and total > max_dense_dim:
