@@ -98,9 +98,9 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def make_report(plan: Plan, steps: Mapping[str, Step] | None = None) -> Report:
     """The report of a plan; `steps` are the counts of a run by block name."""
     edges = tuple(
-        Edge(f.name, site, how.kind, how.reason)
+        Edge(factor, site, how.kind, how.reason)
         for f in plan.factors
-        for site, how in f.how.items()
+        for factor, site, how in f.edges
     )
     blocks = tuple(
         BlockEntry(

@@ -205,7 +205,12 @@ class AutoCVI(AutoGuide):
         for block in new.plan.blocks:
             tensors = beliefs[block.name].tensors
             site = block.sites[0]
-            if block.layout is None and site in located:
+            if block.is_chain:
+                for step, name in enumerate(block.sites):
+                    if name in located:
+                        (logits,) = _around(latents[name], located[name]) or ()
+                        tensors[0][..., step, :] = logits
+            elif block.layout is None and site in located:
                 tensors = _around(latents[site], located[site]) or tensors
             if _is_finite(latents[site]):
                 prior, value = latents[site].prior, latents[site].value
@@ -341,6 +346,8 @@ class AutoCVI(AutoGuide):
         if isinstance(belief, GaussianBelief):
             return self._gaussian_posterior(latent, block, belief)
         assert isinstance(belief, FamilyBelief)
+        if block.is_chain:
+            return _finite(latent, belief.mean[0][..., block.step(site), :].log())
         if latent.enum_dim is not None:
             return _finite(latent, belief.natural[0])
         d: Any = belief.family.to_distribution(belief.natural)
@@ -426,9 +433,16 @@ class AutoCVI(AutoGuide):
         return {n: torch.stack([self._quantile(n, q) for q in wanted]) for n in plan.latents}
 
     def _mode(self, site: str) -> Tensor:
-        support, belief = self.plan.latents[site].support, self.belief(self._block(site))
-        assert support is not None and isinstance(belief, FamilyBelief)
-        return support[belief.natural[0].argmax(-1)]
+        support = self.plan.latents[site].support
+        assert support is not None
+        return support[self._probabilities(site).argmax(-1)]
+
+    def _probabilities(self, site: str) -> Tensor:
+        """The marginal of a discrete site, (*batch, K)."""
+        block = self._block(site)
+        belief = self.belief(block)
+        assert isinstance(belief, FamilyBelief)
+        return belief.mean[0][..., block.step(site), :] if block.is_chain else belief.mean[0]
 
     def _quantile(self, site: str, q: float) -> Tensor:
         latent, block = self.plan.latents[site], self._block(site)
@@ -442,7 +456,7 @@ class AutoCVI(AutoGuide):
         assert isinstance(belief, FamilyBelief)
         if latent.enum_dim is not None:
             assert latent.support is not None
-            cumulative = belief.mean[0].cumsum(-1)
+            cumulative = self._probabilities(site).cumsum(-1)
             slack = len(latent.support) * torch.finfo(cumulative.dtype).eps
             index = (cumulative < q - slack).sum(-1)
             return latent.support[index.clamp(max=len(latent.support) - 1)]
@@ -461,6 +475,8 @@ class AutoCVI(AutoGuide):
             belief = self.belief(block)
             if isinstance(belief, GaussianBelief):
                 result.update(self._sample_gaussian(block, belief, plates))
+            elif block.is_chain:
+                result.update(self._sample_chain(block, belief, plates))
             else:
                 result.update(self._sample_family(block, plates))
         return {n: result[n] for n in plan.latents}
@@ -475,6 +491,25 @@ class AutoCVI(AutoGuide):
     def _sample_family(self, block: Block, plates: dict[str, Any]) -> dict[str, Tensor]:
         (site,) = block.sites
         return {site: self._in_plates(site, plates, self.posterior(site))}
+
+    def _sample_chain(
+        self, block: Block, belief: Belief, plates: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """The states in order, each given the one before it."""
+        assert isinstance(belief, FamilyBelief)
+        first, *others = block.sites
+        moves = belief.family.transitions(belief.natural).log()  # type: ignore[attr-defined]
+        result = {first: self._in_plates(first, plates, self.posterior(first))}
+        for t, site in enumerate(others):
+            before = self.plan.latents[block.sites[t]]
+            origin = _index_of(before, result[before.name])
+            table = moves[..., t, :, :]
+            shape = broadcast_shapes(origin.shape, table.shape[:-2])
+            where = origin.expand(shape)[..., None, None].expand(*shape, 1, table.shape[-1])
+            logits = table.expand(*shape, *table.shape[-2:]).gather(-2, where).squeeze(-2)
+            law = _finite(self.plan.latents[site], logits)
+            result[site] = self._in_plates(site, plates, law)
+        return result
 
     def _sample_gaussian(
         self, block: Block, belief: GaussianBelief, plates: dict[str, Any]
@@ -523,6 +558,14 @@ class FiniteSupport(dist.Categorical):
 
 def _is_finite(latent: Latent) -> bool:
     return latent.enum_dim is not None
+
+
+def _index_of(latent: Latent, value: Tensor) -> Tensor:
+    """Which of the K values of a discrete site each element of `value` is."""
+    assert latent.support is not None
+    flat = latent.support.reshape(len(latent.support), -1)
+    own = value.reshape(*value.shape[: value.ndim - latent.event_dim], 1, -1)
+    return (own == flat).all(-1).to(torch.long).argmax(-1)
 
 
 def _finite(latent: Latent, logits: Tensor) -> Any:

@@ -143,7 +143,9 @@ class CVI:
         Nearly: E exp(f) = exp(m + v/2) may be finite and beyond any use, as Newton's steps undo about
         one nat of it each. The bound itself says which of two starts is better.
         """
-        explosive = self._time == 0 and any(
+        if self._time > 0:
+            return
+        explosive = any(
             "E exp" in h.reason for f in evaluator.plan.factors for h in f.how.values()
         )
         elbo = evaluator.elbo()

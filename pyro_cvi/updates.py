@@ -180,7 +180,12 @@ class FamilyBelief(AbstractBelief):
         return tuple(m.detach().requires_grad_() for m in self.mean)
 
     def entropy(self) -> Tensor:
-        return self.family.entropy(self.natural).sum()
+        return self._entropy
+
+    @cached_property
+    def _entropy(self) -> Tensor:
+        known = self.family.entropy_of_mean(self.mean)
+        return (self.family.entropy(self.natural) if known is None else known).sum()
 
     def is_finite(self) -> bool:
         return all(bool(n.isfinite().all()) for n in self.natural)

@@ -21,6 +21,8 @@ from pyro_cvi.families.gaussian import from_loc_precision as from_loc_precision
 from pyro_cvi.families.gaussian import loc_cov as loc_cov
 from pyro_cvi.families.inverse_gamma import INVERSE_GAMMA as INVERSE_GAMMA
 from pyro_cvi.families.inverse_gamma import InverseGamma as InverseGamma
+from pyro_cvi.families.markov import MARKOV_CHAIN as MARKOV_CHAIN
+from pyro_cvi.families.markov import MarkovChain as MarkovChain
 from pyro_cvi.families.registry import family_of as family_of
 from pyro_cvi.families.registry import peel as peel
 from pyro_cvi.families.registry import register_family as register_family

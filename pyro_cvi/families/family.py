@@ -152,6 +152,10 @@ class AbstractFamily(ABC):
         """
         return self.log_partition(natural) - self.inner(natural, self.to_mean(natural))
 
+    def entropy_of_mean(self, mean: Mean) -> Tensor | None:
+        """The entropy as a function of the mean parameters, for families where that is simple."""
+        return None
+
     def kl(self, p: Natural, q: Natural) -> Tensor:
         """KL(p || q) = A(q) - A(p) - <q - p, mean(p)>.
 

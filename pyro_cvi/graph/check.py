@@ -22,6 +22,7 @@ from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = [
+    "agree",
     "all_opaque",
     "checked",
     "checked_pairs",
@@ -140,7 +141,7 @@ def _agrees(
             mine = evaluate(f.expression, point_reader(dict(point))).expand(f.expression.shape)
     except OpaqueError:
         return True  # what is opaque is sampled: there is no claim to check
-    return _agree(mine, real, site["mask"])
+    return agree(mine, real, site["mask"])
 
 
 def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:
@@ -166,7 +167,7 @@ def _upstream(f: Factor, symbolic: Symbolic) -> list[str]:
     return [n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None]
 
 
-def _agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
+def agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
     if mask is False:
         return True
     try:

@@ -22,15 +22,16 @@ __all__ = ["Evaluator", "moments_of"]
 Leaves = dict[str, tuple[Tensor, ...]]
 
 
-def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, dict[str, Tensor]]:
-    """Moments of all sites, and the probabilities of the enumerated ones, from the blocks' leaves."""
-    gaussian, other, probabilities = {}, {}, {}
+def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, Leaves]:
+    """Moments of all sites, and the probabilities of the discrete blocks, from the blocks' leaves."""
+    gaussian, other = {}, {}
+    probabilities: Leaves = {}
     for block in plan.blocks:
         values = leaves[block.name]
         if block.layout is not None:
             gaussian[block.name] = (values[0], values[1])
         elif plan.latents[block.sites[0]].enum_dim is not None:
-            probabilities[block.sites[0]] = values[0]
+            probabilities[block.name] = values
         else:
             other[block.sites[0]] = values
     return Moments(gaussian, other), probabilities
@@ -46,7 +47,7 @@ class Evaluator:
         self._version = dict.fromkeys(self.beliefs, 0)
         self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
-        self._moments: tuple[Moments, dict[str, Tensor]] | None = None
+        self._moments: tuple[Moments, Leaves] | None = None
         self._factors = {
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }

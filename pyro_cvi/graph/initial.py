@@ -30,12 +30,25 @@ def _initial(plan: Plan, block: Block, located: dict[str, Tensor]) -> Belief:
         assert latent.support is not None
         dtype = parameter_dtype(latent.prior) or torch.get_default_dtype()
         shape = (*latent.batch_shape, latent.support.shape[0])
+        if block.is_chain:
+            return _chain(block, shape, dtype, latent.support.device)
         logits = torch.randn(shape, dtype=dtype, device=latent.support.device)
         return FamilyBelief(latent.family, (logits,))
     natural = latent.family.from_distribution(latent.prior)
     shape = latent.shape[: len(latent.shape) - latent.family.event_dim]
     natural = latent.family.expand(natural, torch.Size(shape))
     return FamilyBelief(latent.family, tuple(n.detach().clone() for n in natural))
+
+
+def _chain(
+    block: Block, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> FamilyBelief:
+    """Random states, no preference among transitions."""
+    *batch, k = shape
+    steps = len(block.sites)
+    states = torch.randn(*batch, steps, k, dtype=dtype, device=device)
+    pairs = torch.zeros(*batch, steps - 1, k, k, dtype=dtype, device=device)
+    return FamilyBelief(block.family, (states, pairs))
 
 
 def _gaussian(plan: Plan, block: Block, located: dict[str, Tensor]) -> GaussianBelief:

@@ -57,6 +57,8 @@ def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
             touched |= (gradient[0][at] != 0).reshape(latent.shape)
         if gradient[1] is not None:
             touched |= (gradient[1][at[0], at[1], at[1]] != 0).reshape(latent.shape)
+    elif block.is_chain:
+        return _informed_step(gradient, block.step(latent.name), latent)
     else:
         touched = torch.zeros((), dtype=torch.bool, device=latent.value.device)
         for g in gradient:
@@ -66,6 +68,18 @@ def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
         return touched.flatten(-extra).any(-1) if extra > 0 else touched.expand(latent.batch_shape)
     event = latent.event_dim
     return touched.flatten(-event).any(-1) if event else touched
+
+
+def _informed_step(gradient: list[Tensor | None], step: int, latent: Latent) -> Tensor:
+    """Whether a message reaches one step of a chain, as a state or in a pair with a neighbour."""
+    touched = torch.zeros(latent.batch_shape, dtype=torch.bool, device=latent.value.device)
+    states, pairs = gradient
+    if states is not None:
+        touched = touched | (states[..., step, :] != 0).any(-1)
+    if pairs is not None:
+        near = pairs[..., max(step - 1, 0) : step + 1, :, :]
+        touched = touched | (near != 0).flatten(-3).any(-1)
+    return touched
 
 
 def _pin(latent: Latent, dead: Tensor) -> Factor:

@@ -5,19 +5,23 @@ A plan is immutable. It holds all choices; nothing is decided while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.expression import Const, Expression, Group, Link, Operand
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
-from pyro_cvi.families import GAUSSIAN, AbstractFamily
+from pyro_cvi.families import GAUSSIAN, MARKOV_CHAIN, AbstractFamily
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
-from pyro_cvi.graph.symbolic import Latent, Symbolic
+from pyro_cvi.graph.discrete import chains
+from pyro_cvi.graph.stacking import alike, roles, stack
+from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_plan", "make_structure"]
@@ -25,7 +29,10 @@ __all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_plan", "m
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Sites updated together under one family; `layout` for Gaussian blocks only."""
+    """Sites updated together under one family; `layout` for Gaussian blocks only.
+
+    A discrete block of several sites is a chain, in their order.
+    """
 
     name: str
     sites: tuple[str, ...]
@@ -35,21 +42,77 @@ class Block:
     size: int
 
     @property
+    def is_chain(self) -> bool:
+        """Whether the sites are the steps of a discrete chain."""
+        return self.family is MARKOV_CHAIN
+
+    @property
     def structure(self) -> str:
-        """The layout's structure (dense, plated or diagonal), or the family's name."""
+        """The layout's structure (dense, plated or diagonal), chain, or the family's name."""
+        if self.is_chain:
+            return "chain"
         return self.layout.structure if self.layout is not None else self.family.name
+
+    def step(self, site: str) -> int:
+        """The place of a site among those of the block."""
+        return self._steps[site]
+
+    @cached_property
+    def _steps(self) -> dict[str, int]:
+        return {s: i for i, s in enumerate(self.sites)}
+
+
+@dataclass(frozen=True, eq=False)
+class Weighting:
+    """The probabilities of one or two discrete sites of a block, along their enumeration dims.
+
+    `leaf` is 0 for states and 1 for pairs of a chain; `steps` selects along a chain (one for each of
+    the factors that were stacked). The last axes of what is read go to the dims `targets`.
+    """
+
+    block: str
+    leaf: int
+    steps: int | Tensor | None
+    targets: tuple[int, ...]
+
+    def __call__(self, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
+        p = probabilities[self.block][self.leaf]
+        own = 1 + self.leaf
+        if isinstance(self.steps, int):
+            p = p.select(-1 - own, self.steps)
+        elif self.steps is not None:
+            p = p.index_select(p.ndim - 1 - own, self.steps)
+        return to_dims(p, self.targets)
+
+
+def to_dims(p: Tensor, targets: tuple[int, ...]) -> Tensor:
+    """(*batch, *own) with the own axes at the negative dims `targets`, left of the batch."""
+    n = len(targets)
+    batch = p.ndim - n
+    order = sorted(range(n), key=lambda i: targets[i])
+    shape = [1] * -min(targets)
+    for i in range(batch):
+        shape[i - batch] = p.shape[i]
+    for i, t in enumerate(targets):
+        shape[t] = p.shape[batch + i]
+    return p.permute([*(batch + i for i in order), *range(batch)]).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledFactor:
-    """E_q[log p] of one factor: weight, enumeration and the compiled expectation."""
+    """E_q[log p] of one factor, or of several that differ in their data only: weight, discrete sites
+    and the compiled expectation.
+
+    `edges` has (factor, site, how) for each factor and each of its sites.
+    """
 
     name: str
     expectation: Expectation
     weight: Tensor | float
-    enumerated: tuple[tuple[str, int], ...]
+    weightings: tuple[Weighting, ...]
     blocks: frozenset[str]
     how: Mapping[str, How]
+    edges: tuple[tuple[str, str, How], ...]
     observed: bool
 
     @property
@@ -57,21 +120,23 @@ class CompiledFactor:
         """Sites of which this factor needs samples."""
         return frozenset(s for s, h in self.how.items() if h.kind == "sampled")
 
-    def __call__(self, moments: Moments, probabilities: Mapping[str, Tensor]) -> Tensor:
-        """sum over cells of weight * E_q[log p]; `probabilities` of enumerated sites, (*batch, K)."""
+    def __call__(
+        self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]
+    ) -> Tensor:
+        """sum over cells of weight * E_q[log p]; `probabilities` of the discrete blocks."""
         value = self.expectation(moments)
-        shape = self.expectation.shape
         weight: Tensor | float = self.weight
-        for site, dim in self.enumerated:
-            p = probabilities[site].movedim(-1, 0)
-            lead = -dim - 1 - (p.ndim - 1)
-            weight = weight * p.reshape(p.shape[0], *([1] * lead), *p.shape[1:])
+        for w in self.weightings:
+            weight = weight * w(probabilities)
+        shape = self.expectation.shape
         if isinstance(weight, Tensor):
             value = value * weight
             shape = broadcast_shapes(shape, weight.shape)
-            return value.expand(shape).sum()
-        total = value.expand(shape).sum()
-        return total if weight == 1.0 else total * weight
+        elif weight != 1.0:
+            value = value * weight
+        repeats = math.prod(shape) // max(value.numel(), 1)
+        total = value.sum()
+        return total if repeats == 1 else total * repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,11 +170,16 @@ class Plan:
         return self._by_block[block]
 
     def block_of(self, site: str) -> Block:
-        name = self.structure.block[site]
-        return next(b for b in self.blocks if b.name == name)
+        return self._block_by_name[self.structure.block[site]]
+
+    @cached_property
+    def _block_by_name(self) -> dict[str, Block]:
+        return {b.name: b for b in self.blocks}
 
     def is_exact(self, block: Block) -> bool:
         """Whether every message to the block is exact."""
+        if block.is_chain:
+            return True
         return all(
             f.how[s].kind == "exact"
             for f in self.factors_of(block.name)
@@ -126,12 +196,19 @@ def make_structure(symbolic: Symbolic, max_dense_dim: int) -> tuple[tuple[Block,
     blocks: list[Block] = []
     gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim)
     by_first = {g.sites[0]: g for g in gaussian}
-    covered = {s for g in gaussian for s in g.sites}
+    chain = {c.sites[0]: c for c in chains(symbolic.latents, symbolic.factors)}
+    covered = {s for g in (*gaussian, *chain.values()) for s in g.sites}
     for name, latent in symbolic.latents.items():
         if name in by_first:
             g = by_first[name]
-            label = "+".join(g.sites[:3]) + ("+..." if len(g.sites) > 3 else "")
-            blocks.append(Block(label, g.sites, GAUSSIAN, g.layout, g.reason, g.layout.size))
+            blocks.append(
+                Block(_label(g.sites), g.sites, GAUSSIAN, g.layout, g.reason, g.layout.size)
+            )
+        elif name in chain:
+            sites = chain[name].sites
+            size = sum(symbolic.latents[s].value.numel() for s in sites)
+            reason = "neighbours joined by a factor: forward-backward"
+            blocks.append(Block(_label(sites), sites, MARKOV_CHAIN, None, reason, size))
         elif name not in covered:
             size = latent.value.numel()
             blocks.append(Block(name, (name,), latent.family, None, "one per site", size))
@@ -146,25 +223,92 @@ def make_structure(symbolic: Symbolic, max_dense_dim: int) -> tuple[tuple[Block,
     return tuple(blocks), structure
 
 
-def compile_factors(symbolic: Symbolic, structure: Structure) -> list[CompiledFactor]:
-    """Compile the expectation of every factor."""
+def _label(sites: tuple[str, ...]) -> str:
+    return "+".join(sites[:3]) + ("+..." if len(sites) > 3 else "")
+
+
+def compile_factors(
+    symbolic: Symbolic,
+    blocks: Sequence[Block],
+    structure: Structure,
+    *,
+    stacked: bool = True,
+) -> list[CompiledFactor]:
+    """Compile the expectation of every factor; factors that differ in data only become one."""
     learns = _constants_require_grad(symbolic)
+    by_site = {s: b for b in blocks for s in b.sites}
+    order = {n: i for i, n in enumerate(symbolic.latents)}
     result = []
-    for f in symbolic.factors:
-        expectation = compile_expectation(f.expression, structure, learn_constants=learns)
-        order = list(symbolic.latents)
-        how = {s: expectation.how[s] for s in sorted(expectation.how, key=order.index)}
+    groups = alike(symbolic.factors, by_site, symbolic.latents) if stacked else [[f] for f in symbolic.factors]
+    for group in groups:
+        one = stack(group)
+        expectation = compile_expectation(one.expression, structure, learn_constants=learns)
+        if expectation.sampled and len(group) > 1:
+            groups += [[f] for f in group]
+            continue
+        result.append(_compiled(group, one, expectation, symbolic, by_site, structure, order))
+    return result
+
+
+def _compiled(
+    group: list[Factor],
+    one: Factor,
+    expectation: Expectation,
+    symbolic: Symbolic,
+    by_site: Mapping[str, Block],
+    structure: Structure,
+    order: Mapping[str, int],
+) -> CompiledFactor:
+    how = {s: expectation.how[s] for s in sorted(expectation.how, key=order.__getitem__)}
+    for f in group:
         for site, reason in f.forced.items():
             if site in structure.block:
                 how[site] = How("sampled", reason)
-        for site in f.enumerated:
-            how[site] = How("exact", f"{structure.family[site].name}, enumerated")
-        enumerated = tuple((s, symbolic.latents[s].enum_dim or 0) for s in f.enumerated)
-        blocks = frozenset(structure.block[s] for s in how)
-        result.append(
-            CompiledFactor(f.name, expectation, f.weight, enumerated, blocks, how, f.observed)
-        )
-    return result
+    edges = []
+    blocks = {structure.block[s] for s in how}
+    for f in group:
+        discrete = {s: _how_discrete(by_site[s]) for s in f.enumerated}
+        edges += [(f.name, s, h) for s, h in {**how, **discrete}.items()]
+        blocks |= {structure.block[s] for s in discrete}
+    if len(group) == 1:
+        how |= discrete
+    return CompiledFactor(
+        one.name,
+        expectation,
+        one.weight,
+        tuple(_weightings(group, one, symbolic, by_site)),
+        frozenset(blocks),
+        how,
+        tuple(edges),
+        one.observed,
+    )
+
+
+def _how_discrete(block: Block) -> How:
+    if block.is_chain:
+        return How("exact", f"chain of {len(block.sites)}, enumerated")
+    return How("exact", f"{block.family.name}, enumerated")
+
+
+def _weightings(
+    group: list[Factor], one: Factor, symbolic: Symbolic, by_site: Mapping[str, Block]
+) -> Iterator[Weighting]:
+    """How the probabilities of a group's discrete sites enter."""
+    lead = () if len(group) == 1 else (-len(one.expression.shape),)
+    columns = roles(group[0], by_site)
+    for i, sites in enumerate(columns):
+        block = by_site[sites[0]]
+        dims = tuple(symbolic.latents[s].enum_dim or 0 for s in sites)
+        if not block.is_chain:
+            yield Weighting(block.name, 0, None, dims)
+            continue
+        steps = [block.step(roles(f, by_site)[i][0]) for f in group]
+        at = steps[0] if len(group) == 1 else torch.tensor(steps, device=_device(symbolic, sites))
+        yield Weighting(block.name, len(sites) - 1, at, (*lead, *dims))
+
+
+def _device(symbolic: Symbolic, sites: Sequence[str]) -> torch.device:
+    return symbolic.latents[sites[0]].value.device
 
 
 def make_plan(
@@ -180,7 +324,7 @@ def make_plan(
         blocks, structure = make_structure(symbolic, max_dense_dim)
     else:
         blocks, structure = previous.blocks, previous.structure.fresh()
-    factors = compile_factors(symbolic, structure)
+    factors = compile_factors(symbolic, blocks, structure)
     _check_factors(symbolic, factors)
     return Plan(
         symbolic.latents,
@@ -198,7 +342,7 @@ def _sampled(factors: Sequence[CompiledFactor]) -> frozenset[str]:
 
 
 def _check_factors(symbolic: Symbolic, factors: Sequence[CompiledFactor]) -> None:
-    touched = {s for f in factors for s in f.how}
+    touched = {s for f in factors for _, s, _ in f.edges}
     for name in symbolic.latents:
         if name not in touched:
             raise CVIError(

@@ -20,6 +20,7 @@ from pyro_cvi.graph.check import (
     fingerprint,
     opaque_sites,
 )
+from pyro_cvi.graph.discrete import check_branches, with_dims
 from pyro_cvi.graph.pins import pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
@@ -93,7 +94,9 @@ def prepare(
     if previous is not None:
         check_same_sites(previous.plan.latents, latents)
     check_plates(latents, trace)
-    call = Call(model, args, kwargs, latents, nesting, subsample_values(trace))
+    names = [n for n, s in trace.nodes.items() if is_factor_site(s)]
+    call = with_dims(Call(model, args, kwargs, latents, nesting, subsample_values(trace)), names)
+    latents = dict(call.latents)
     symbolic, point = _verified(call)
     plan = _planned(symbolic, trace, max_dense_dim, None if previous is None else previous.plan)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
@@ -131,6 +134,10 @@ def _verified(call: Call) -> tuple[Symbolic, Values]:
     point = {n: fresh.nodes[n]["value"] for n in call.latents}
     discrete = enumerated_values(call.latents)
     if discrete:  # every branch counts, not only the one that this draw took
+        states = {n: point[n] for n in discrete}
+        near = {n: _towards_mean(x, point[n], _SHRINK[0]) for n, x in call.latents.items()}
+        run = call.plain({**near, **states})
+        check_branches(symbolic, run, factor_values(run))
         point |= discrete
         fresh = call.plain(point)
     runs, values = [fresh], [factor_values(fresh)]

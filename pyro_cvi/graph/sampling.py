@@ -164,7 +164,9 @@ class Sampler:
     ) -> tuple[float, dict[str, Any]]:
         fixed = {s: v for d in draws.values() for s, v in d.values.items()}
         symbolic = self.call.symbolic(fixed, self.names)
-        factors = compile_factors(symbolic, self.plan.structure.fresh())
+        factors = compile_factors(
+            symbolic, self.plan.blocks, self.plan.structure.fresh(), stacked=False
+        )
         moments, probabilities = moments_of(self.plan, evaluator.leaves)
         total = torch.zeros(())
         for f in factors:

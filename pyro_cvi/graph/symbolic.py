@@ -37,8 +37,6 @@ from pyro_cvi.linalg import broadcast_shapes
 __all__ = ["Call", "Factor", "Latent", "Symbolic", "describe_latents", "plain_trace"]
 
 Model = Callable[..., Any]
-_MOST_DIMS = 24
-"""Tensors may have 64 dims, but the model's own ops on the values need some of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +111,16 @@ class _Symbols(Messenger):
     """Give every latent a LatentTensor, an enumerated value, or a fixed tensor."""
 
     def __init__(
-        self, latents: Mapping[str, Latent], fixed: Mapping[str, Tensor], recorder: Recorder
+        self,
+        latents: Mapping[str, Latent],
+        fixed: Mapping[str, Tensor],
+        recorder: Recorder,
+        *,
+        enumerate_discrete: bool = True,
     ) -> None:
         super().__init__()
         self.latents, self.fixed, self.recorder = latents, fixed, recorder
+        self.enumerate_discrete = enumerate_discrete
         self.forced: dict[str, dict[str, str]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -134,7 +138,7 @@ class _Symbols(Messenger):
         latent = self.latents[msg["name"]]
         if msg["name"] in self.fixed:
             msg["value"] = self.fixed[msg["name"]]
-        elif latent.enum_dim is not None:
+        elif latent.enum_dim is not None and self.enumerate_discrete:
             msg["value"] = _enumerated_value(latent)
         else:
             e = site_expression(latent.ref, latent.value.device)
@@ -188,18 +192,11 @@ def describe_latents(trace: poutine.Trace) -> tuple[dict[str, Latent], int]:
     """The latents of an ordinary run, and the number of dims that plates (or batches) occupy."""
     sites = [s for s in trace.nodes.values() if is_factor_site(s)]
     nesting = max((len(s["fn"].batch_shape) for s in sites), default=0)
-    latents: dict[str, Latent] = {}
-    enumerated = 0
-    for site in sites:
-        if site["is_observed"]:
-            continue
-        latent = _describe(site, nesting, enumerated)
-        enumerated += latent.enum_dim is not None
-        latents[latent.name] = latent
-    return latents, nesting
+    latents = [_describe(s, nesting) for s in sites if not s["is_observed"]]
+    return {x.name: x for x in latents}, nesting
 
 
-def _describe(site: Any, nesting: int, enumerated: int) -> Latent:
+def _describe(site: Any, nesting: int) -> Latent:
     name, fn, value = site["name"], site["fn"], site["value"]
     if not isinstance(value, Tensor):
         raise CVIError(
@@ -219,17 +216,8 @@ def _describe(site: Any, nesting: int, enumerated: int) -> Latent:
     batch, event_dim = tuple(fn.batch_shape), fn.event_dim
     if getattr(fn, "has_enumerate_support", False):
         support = _finite_support(name, fn)
-        dim = -1 - nesting - enumerated
-        if -dim > _MOST_DIMS:
-            raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"it would be enumerated along dim {dim}",
-                    f"at most {_MOST_DIMS} dims of plates and enumerated sites",
-                    "put the discrete sites into one plate: one site of many elements needs one dim",
-                )
-            )
         ref = SiteRef(name, tuple(value.shape), event_dim, "discrete")
+        dim = -1 - nesting  # until it is known which sites may share it
         return Latent(name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support)
     if family in (None, CATEGORICAL, BERNOULLI) or not value.dtype.is_floating_point:
         raise CVIError(_no_family(name, fn))
@@ -296,10 +284,31 @@ class Call:
     latents: Mapping[str, Latent]
     nesting: int
     subsample: Mapping[str, Tensor]
+    depends: Mapping[str, frozenset[str]] | None = None
 
     def plain(self, values: Mapping[str, Tensor]) -> poutine.Trace:
         """An ordinary run on the same minibatch, with some site values given."""
         return plain_trace(self.model, self.args, self.kwargs, {**self.subsample, **values})
+
+    def dependence(self) -> dict[str, frozenset[str]]:
+        """For each factor the discrete sites it depends on; the continuous ones are held."""
+        discrete = {n: x for n, x in self.latents.items() if x.support is not None}
+        held = {n: x.value.detach() for n, x in self.latents.items() if x.support is None}
+        recorder = Recorder()
+        symbols = _Symbols(discrete, {}, recorder, enumerate_discrete=False)
+        with (
+            poutine.block(),
+            pyro.validation_enabled(False),
+            recording(recorder),
+            _Prior({**self.subsample, **held}),
+            symbols,
+        ):
+            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            return {
+                name: _sites_of_density(site) | frozenset(symbols.forced.get(name, {}))
+                for name, site in trace.nodes.items()
+                if is_factor_site(site)
+            }
 
     def symbolic(
         self,
@@ -325,7 +334,12 @@ class Call:
                 if is_factor_site(site) and (only is None or name in only):
                     factors.append(
                         _factor(
-                            site, self.latents, position, symbols.forced.get(name, {}), fixed or {}
+                            site,
+                            self.latents,
+                            position,
+                            symbols.forced.get(name, {}),
+                            fixed or {},
+                            None if self.depends is None else self.depends.get(name),
                         )
                     )
         order = [n for n, s in trace.nodes.items() if is_factor_site(s)]
@@ -338,20 +352,11 @@ def _factor(
     position: int,
     forced: Mapping[str, str],
     fixed: Mapping[str, Tensor],
+    depends: frozenset[str] | None,
 ) -> Factor:
-    name, fn, value = site["name"], site["fn"], site["value"]
-    mask = site["mask"]
+    name, mask = site["name"], site["mask"]
     is_latent = name in latents and not site["is_observed"]
-    if hasattr(fn, "log_factor"):
-        log_p = fn.log_factor
-    else:
-        if isinstance(mask, Tensor) and not is_latent:
-            value = fill_masked(value, mask, fn.event_dim)
-        if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
-            dtype = parameter_dtype(fn)
-            if dtype is not None and (is_latent or not value.dtype.is_floating_point):
-                value = value.to(dtype)  # counts, labels and enumerated values
-        log_p = log_density(fn, value)
+    log_p = _log_density(site, is_latent)
     e = expression_of(log_p)
     weight: Tensor | float = site["scale"]
     if mask is False:
@@ -363,12 +368,31 @@ def _factor(
         for n, latent in latents.items()
         if latent.enum_dim is not None
         and n not in fixed
+        and (depends is None or n in depends)
         and (
             (e.ndim >= -latent.enum_dim and e.shape[latent.enum_dim] > 1)
             or (n == name and latent.support is not None and len(latent.support) == 1)
         )
     )
     return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position)
+
+
+def _sites_of_density(site: Any) -> frozenset[str]:
+    return expression_of(_log_density(site, not site["is_observed"])).sites
+
+
+def _log_density(site: Any, is_latent: bool) -> Any:
+    """log p of a site, before scale and mask."""
+    fn, value, mask = site["fn"], site["value"], site["mask"]
+    if hasattr(fn, "log_factor"):
+        return fn.log_factor
+    if isinstance(mask, Tensor) and not is_latent:
+        value = fill_masked(value, mask, fn.event_dim)
+    if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
+        dtype = parameter_dtype(fn)
+        if dtype is not None and (is_latent or not value.dtype.is_floating_point):
+            value = value.to(dtype)  # counts, labels and enumerated values
+    return log_density(fn, value)
 
 
 def parameter_dtype(fn: Any) -> torch.dtype | None:

@@ -1,0 +1,225 @@
+"""Factors that differ in their data only become one, with a new leading axis over them.
+
+A Python loop of a thousand sample statements is then one expectation of a thousand rows, and not a
+thousand small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import (
+    Const,
+    Expression,
+    Group,
+    Link,
+    Operand,
+    Stat,
+    Term,
+)
+from pyro_cvi.graph.symbolic import Factor, Latent
+
+__all__ = ["alike", "roles", "stack"]
+
+
+def roles(f: Factor, by_site: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The discrete sites of a factor: alone, or as two neighbours of a chain in their order."""
+    found: dict[str, list[str]] = {}
+    for s in f.enumerated:
+        found.setdefault(by_site[s].name, []).append(s)
+    return [
+        tuple(sorted(sites, key=by_site[sites[0]].step)) if len(sites) > 1 else tuple(sites)
+        for sites in found.values()
+    ]
+
+
+def alike(
+    factors: Sequence[Factor], by_site: Mapping[str, Any], latents: Mapping[str, Latent]
+) -> list[list[Factor]]:
+    """Factors grouped by their form: all but constants, indices and steps along chains."""
+    groups: dict[Any, list[Factor]] = {}
+    for i, f in enumerate(factors):
+        key = _key(f, by_site, latents)
+        groups.setdefault(i if key is None else key, []).append(f)
+    return list(groups.values())
+
+
+def _key(f: Factor, by_site: Mapping[str, Any], latents: Mapping[str, Latent]) -> Any:
+    form = None if f.forced else _form(f.expression)
+    if form is None:
+        return None
+    discrete = []
+    for sites in roles(f, by_site):
+        block = by_site[sites[0]]
+        dims = tuple(latents[s].enum_dim for s in sites)
+        discrete.append((block.name, dims, None if block.is_chain else sites))
+    w = f.weight
+    kind = (tuple(w.shape), w.dtype, w.device) if isinstance(w, Tensor) else w
+    return form, tuple(discrete), kind, f.observed
+
+
+def _form(e: Expression) -> Any:
+    """A hashable description of an expression without its numbers; None if it cannot be stacked."""
+    terms = []
+    for t in e.terms:
+        labels: dict[int, int] = {}
+        operands = [_operand_form(o, labels) for o in t.operands]
+        if None in operands:
+            return None
+        terms.append(tuple(operands))
+    return e.shape, _constant_form(e.constant), tuple(terms)
+
+
+def _constant_form(c: Tensor | float) -> Any:
+    if not isinstance(c, Tensor):
+        return "number"
+    return tuple(c.shape), c.dtype, c.device, c.requires_grad
+
+
+def _operand_form(o: Operand, labels: dict[int, int]) -> Any:
+    axes = tuple(a if a < 0 else labels.setdefault(a, len(labels) + 1) for a in o.axes)
+    if isinstance(o, Const):
+        return ("const", axes, _constant_form(o.tensor))
+    if isinstance(o, Stat):
+        return ("stat", axes, o.site.name, o.statistic, o.shape)
+    if isinstance(o, Group):
+        inner = _form(o.expression)
+        return None if inner is None else ("group", axes, inner)
+    if isinstance(o, Link):
+        inside = tuple(_form(a) for a in o.arguments)
+        return None if None in inside else ("link", axes, o.shape, _function_form(o), inside)
+    return None
+
+
+def _function_form(o: Link) -> Any:
+    known = getattr(o.function, "__dict__", None)
+    return (o.name, type(o.function), repr(known)) if known else (o.name, id(o.function))
+
+
+# --- stacking --------------------------------------------------------------------------------------
+
+
+def stack(group: Sequence[Factor]) -> Factor:
+    """One factor with the group's members along a new leading axis; a group of one is left as it is."""
+    first = group[0]
+    if len(group) == 1:
+        return first
+    weight = _stacked_weight([f.weight for f in group], first.expression.ndim)
+    name = f"{first.name} ... {group[-1].name}"
+    expression = _stacked([f.expression for f in group])
+    return replace(first, name=name, expression=expression, weight=weight)
+
+
+def _stacked_weight(weights: Sequence[Tensor | float], ndim: int) -> Tensor | float:
+    if not isinstance(weights[0], Tensor):
+        return weights[0]
+    tensors = [w for w in weights if isinstance(w, Tensor)]
+    if _all_same(tensors):
+        return tensors[0]
+    whole = torch.stack(tensors)
+    return whole.reshape(len(tensors), *[1] * (ndim - tensors[0].ndim), *tensors[0].shape)
+
+
+def _stacked(parts: Sequence[Expression]) -> Expression:
+    first = parts[0]
+    terms = tuple(
+        _stacked_term([e.terms[i] for e in parts], first.ndim) for i in range(len(first.terms))
+    )
+    constant = _stacked_constant([e.constant for e in parts], first)
+    return Expression((len(parts), *first.shape), constant, terms)
+
+
+def _stacked_constant(constants: Sequence[Tensor | float], like: Expression) -> Tensor | float:
+    if not isinstance(constants[0], Tensor):
+        if all(c == constants[0] for c in constants):
+            return constants[0]
+        tensors = [torch.tensor(c, dtype=_dtype(like)) for c in constants]
+    else:
+        tensors = [c for c in constants if isinstance(c, Tensor)]
+        if _all_same(tensors):
+            return tensors[0]
+    shape = tensors[0].shape
+    return torch.stack(tensors).reshape(len(tensors), *[1] * (like.ndim - len(shape)), *shape)
+
+
+def _dtype(e: Expression) -> torch.dtype:
+    for t in e.terms:
+        for o in t.operands:
+            if isinstance(o, Const):
+                return o.tensor.dtype
+    return torch.get_default_dtype()
+
+
+def _stacked_term(parts: Sequence[Term], ndim: int) -> Term:
+    """The members' terms as one; `ndim` is that of one member's expression."""
+    first = parts[0]
+    new = -(ndim + 1)
+    operands = []
+    for k, o in enumerate(first.operands):
+        members = [t.operands[k] for t in parts]
+        operands.append(_stacked_operand(members, o.axes, new))
+    coefficients = [t.coefficient for t in parts]
+    if all(c == coefficients[0] for c in coefficients):
+        return Term(first.coefficient, tuple(operands))
+    dtype = _dtype(Expression((), 0.0, (first,)))
+    varying = Const(torch.tensor(coefficients, dtype=dtype), (new,))
+    return Term(1.0, (varying, *operands))
+
+
+def _stacked_operand(members: Sequence[Operand], axes: tuple[int, ...], new: int) -> Operand:
+    """One operand for all members; it has the new axis only if the members differ."""
+    o = members[0]
+    if isinstance(o, Const):
+        tensors = [m.tensor for m in members if isinstance(m, Const)]
+        return o if _all_same(tensors) else Const(torch.stack(tensors), (new, *axes))
+    if isinstance(o, Stat):
+        indices = [m.index for m in members if isinstance(m, Stat)]
+        if _all_same(indices):
+            return o
+        return replace(o, index=torch.stack(indices), axes=(new, *axes))
+    if isinstance(o, Group):
+        inner = _stacked([m.expression for m in members if isinstance(m, Group)])
+        if not _varies(inner):
+            return o
+        return Group(inner, (new, *axes))
+    assert isinstance(o, Link)
+    count = len(o.arguments)
+    arguments = tuple(
+        _stacked([m.arguments[i] for m in members if isinstance(m, Link)]) for i in range(count)
+    )
+    if not any(_varies(a) for a in arguments):
+        return o
+    # Every argument of a link is aligned from the right; those that do not vary broadcast.
+    wide = tuple(_aligned(a, len(o.shape)) for a in arguments)
+    return replace(o, arguments=wide, shape=(len(members), *o.shape), axes=(new, *axes))
+
+
+def _varies(e: Expression) -> bool:
+    """Whether anything in a stacked expression has the leading axis."""
+    lead = -e.ndim
+    if isinstance(e.constant, Tensor) and e.constant.ndim == e.ndim and e.constant.shape[0] > 1:
+        return True
+    return any(lead in o.axes for t in e.terms for o in t.operands)
+
+
+def _aligned(e: Expression, ndim: int) -> Expression:
+    """A stacked argument of fewer dims than its link, with the stack's axis moved to the link's."""
+    own = e.ndim - 1
+    if own == ndim:
+        return e
+    shape = (e.shape[0], *[1] * (ndim - own), *e.shape[1:])
+    terms = tuple(t.relabelled({-e.ndim: -(ndim + 1)}) for t in e.terms)
+    constant = e.constant
+    if isinstance(constant, Tensor) and constant.ndim == e.ndim:
+        constant = constant.reshape(shape)
+    return Expression(shape, constant, terms)
+
+
+def _all_same(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    return all(t is first or torch.equal(t, first) for t in tensors[1:])
