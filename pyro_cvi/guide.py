@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -24,13 +24,14 @@ from pyro.infer.autoguide.initialization import (
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA
+from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA, WISHART
 from pyro_cvi.families.quantiles import quantile
-from pyro_cvi.graph.initial import initial_beliefs
+from pyro_cvi.graph.initial import initial_belief, initial_beliefs
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.sampling import draw
-from pyro_cvi.graph.symbolic import Latent
+from pyro_cvi.graph.symbolic import Latent, plain_trace, subsample_values
+from pyro_cvi.graph.windows import Part, Window, whole_latent
 from pyro_cvi.linalg import broadcast_shapes
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
@@ -96,6 +97,8 @@ class AutoCVI(AutoGuide):
         self.init_loc_fn = init_loc_fn
         self._model: tuple[Callable[..., Any] | None]  # set by AutoGuide
         self._prepared: Prepared | None = None
+        self._fitted = False
+        self._start: dict[str, Tensor] = {}
         self._beliefs: dict[str, tuple[Belief, list[tuple[Tensor, int]]]] = {}
 
     # --- copies and pickles ------------------------------------------------------------------------
@@ -174,13 +177,26 @@ class AutoCVI(AutoGuide):
                 self.prepare(self.model, args, kwargs)
 
     def prepare(
-        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chosen: Window | None = None,
+        *,
+        unchanged: bool = False,
     ) -> Prepared:
-        """Analyse `model` on its arguments, or find that the last analysis still holds."""
+        """Analyse `model` on its arguments, or find that the last analysis still holds.
+
+        `chosen` are the elements for subsampled plates that would draw theirs. With `unchanged` the
+        caller vouches for model and arguments.
+        """
         old = self._prepared
+        fixed = old is not None and not old.plan.learns and not old.plan.stochastic
+        if old is not None and unchanged and fixed:
+            return old
         if old is not None and old.still_holds(model, args, kwargs):
             return old
-        new = prepare(model, args, kwargs, self.max_dense_dim, old)
+        new = prepare(model, args, kwargs, self.max_dense_dim, old, chosen=chosen)
         if old is None:
             self._adopt(new, model, args, kwargs)
         if self._model[0] is None:
@@ -199,7 +215,26 @@ class AutoCVI(AutoGuide):
         if self.master is not None:
             self._check_part(new)
         latents = new.plan.latents
-        located = {} if self.init_loc_fn is None else self._located(latents, model, args, kwargs)
+        if self.init_loc_fn is not None:
+            self._start = self._located(latents, model, args, kwargs)
+        buffers = self._starting_buffers(new)
+        if self._buffers:
+            self._check_loaded(buffers)
+            self._fitted = True
+        else:
+            for name, tensor in buffers.items():
+                self.register_buffer(name, tensor.detach().clone().contiguous())
+        self.prototype_trace = new.trace
+        self._prototype_frames = {
+            frame.name: frame
+            for name in latents
+            for frame in new.trace.nodes[name]["cond_indep_stack"]
+            if frame.vectorized  # latents of a sequential plate are sites of their own
+        }
+
+    def _starting_buffers(self, new: Prepared) -> dict[str, Tensor]:
+        """The tensors of all blocks at the start."""
+        latents, located = new.plan.latents, self._start
         beliefs = initial_beliefs(new.plan, located)
         buffers: dict[str, Tensor] = {}
         for block in new.plan.blocks:
@@ -215,19 +250,11 @@ class AutoCVI(AutoGuide):
             if _is_finite(latents[site]):
                 prior, value = latents[site].prior, latents[site].value
                 tensors = tuple(t.to(prior.log_prob(value).dtype) for t in tensors)
+            if block.placement is not None:
+                tensors = block.placement.spread(tensors)
+                buffers[_seen_name(block)] = _none_seen(block)
             buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
-        if self._buffers:
-            self._check_loaded(buffers)
-        else:
-            for name, tensor in buffers.items():
-                self.register_buffer(name, tensor.detach().clone().contiguous())
-        self.prototype_trace = new.trace
-        self._prototype_frames = {
-            frame.name: frame
-            for name in latents
-            for frame in new.trace.nodes[name]["cond_indep_stack"]
-            if frame.vectorized  # latents of a sequential plate are sites of their own
-        }
+        return buffers
 
     @contextmanager
     def undone_on_error(self, *, always: bool = False) -> Iterator[None]:
@@ -301,6 +328,40 @@ class AutoCVI(AutoGuide):
             poutine.trace(model).get_trace(*args, **kwargs)
         return found
 
+    @property
+    def prepared(self) -> Prepared | None:
+        """The last analysis of the model, if it has seen data."""
+        return self._prepared
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the posterior, for `restore`."""
+        return {n: t.clone() for n, t in self._buffers.items() if t is not None}
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Go back to the posterior of a snapshot."""
+        with torch.no_grad():
+            for name, tensor in snapshot.items():
+                self._buffers[name].copy_(tensor)
+        self._fitted = True
+
+    def reset(self) -> None:
+        """Back to a start, with new random responsibilities and draws."""
+        prepared = self._need("reset")
+        with torch.no_grad():
+            for name, tensor in self._starting_buffers(prepared).items():
+                self._buffers[name].copy_(tensor)
+        self._fitted = False
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the posterior has been moved, or loaded."""
+        return self._fitted
+
+    @property
+    def _whole(self) -> Plan:
+        """The plan's latents and blocks, with all elements of the subsampled plates."""
+        return self.plan.whole
+
     def _buffers_of(self, block: Block) -> tuple[Tensor, ...]:
         return tuple(self._buffers[n] for n in _buffer_names(block))
 
@@ -310,26 +371,45 @@ class AutoCVI(AutoGuide):
         known = self._beliefs.get(block.name)
         if known is not None and _is_unchanged(known[1], tensors):
             return known[0]
-        copies = tuple(t.detach().clone() for t in tensors)
-        belief: Belief = (
-            GaussianBelief(*copies)
-            if block.layout is not None
-            else FamilyBelief(block.family, copies)
-        )
+        belief = _belief(block, tuple(t.detach().clone() for t in tensors))
         self._beliefs[block.name] = (belief, [(t, t._version) for t in tensors])
         return belief
 
     def set_belief(self, block: Block, belief: Belief) -> None:
-        """Write a belief into the block's buffers, in place."""
+        """Write a belief into the block's buffers, in place; of a local block, that of the window."""
         tensors = self._buffers_of(block)
+        self._fitted = True
+        if block.placement is not None:
+            window = self._need("its posterior").window
+            with torch.no_grad():
+                block.placement.put(tensors, belief.tensors, window)
+                seen = self._buffers[_seen_name(block)]
+                seen[_grid([window[p.name] for p in block.placement.parts])] = True
+            return
         with torch.no_grad():
             for buffer, value in zip(tensors, belief.tensors, strict=True):
                 buffer.copy_(value)
         self._beliefs[block.name] = (belief, [(t, t._version) for t in tensors])
 
     def beliefs(self) -> dict[str, Belief]:
-        """All blocks' beliefs by name."""
-        return {b.name: self.belief(b) for b in self.plan.blocks}
+        """All blocks' beliefs by name; of local blocks, for the elements of the present window."""
+        return {
+            b.name: self.belief(b) if b.placement is None else self._windowed(b)
+            for b in self.plan.blocks
+        }
+
+    def _windowed(self, block: Block) -> Belief:
+        """The belief about the window's elements; those never seen start as all did."""
+        place, window = block.placement, self._need("its posterior").window
+        assert place is not None
+        kept = place.take(self._buffers_of(block), window)
+        seen = self._buffers[_seen_name(block)]
+        here = seen[_grid([window[p.name] for p in place.parts])]
+        if not bool(here.all()):
+            new = initial_belief(self.plan, block).tensors
+            new = tuple(n.to(k.dtype) for n, k in zip(new, kept, strict=True))
+            kept = place.fresh(new, kept, here)
+        return _belief(block, kept)
 
     # --- the posterior -----------------------------------------------------------------------------
 
@@ -341,13 +421,14 @@ class AutoCVI(AutoGuide):
         plate, gives its marginals.
         """
         block = self._block(site)
-        latent = self.plan.latents[site]
-        belief = self.belief(block)
+        return self._posterior(self._whole.latents[site], block, self.belief(block))
+
+    def _posterior(self, latent: Latent, block: Block, belief: Belief) -> Any:
         if isinstance(belief, GaussianBelief):
             return self._gaussian_posterior(latent, block, belief)
         assert isinstance(belief, FamilyBelief)
         if block.is_chain:
-            return _finite(latent, belief.mean[0][..., block.step(site), :].log())
+            return _finite(latent, belief.mean[0][..., block.step(latent.name), :].log())
         if latent.enum_dim is not None:
             return _finite(latent, belief.natural[0])
         d: Any = belief.family.to_distribution(belief.natural)
@@ -397,7 +478,7 @@ class AutoCVI(AutoGuide):
         return dist.MultivariateNormal(belief.loc.reshape(-1)[index], scale_tril=tril)
 
     def _block(self, site: str) -> Block:
-        plan = self._need(f"the posterior of '{site}'").plan
+        plan = self._need(f"the posterior of '{site}'").plan.whole
         if site not in plan.latents:
             raise CVIError(
                 message(
@@ -411,11 +492,13 @@ class AutoCVI(AutoGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The marginal median of every latent (the most probable value of a discrete one)."""
-        plan = self._need("median").plan
+        """The marginal median of every latent.
+
+        Of a discrete site the most probable value, of a Wishart matrix the mean.
+        """
+        plan = self._need("median").plan.whole
         return {
-            n: self._mode(n) if _is_finite(t) else self._quantile(n, 0.5)
-            for n, t in plan.latents.items()
+            n: self._mode(n) if _is_finite(t) else self._middle(n) for n, t in plan.latents.items()
         }
 
     @torch.no_grad()
@@ -426,14 +509,20 @@ class AutoCVI(AutoGuide):
 
         Those of a discrete site follow the order of its support.
         """
-        plan = self._need("quantiles").plan
+        plan = self._need("quantiles").plan.whole
         wanted = [float(q) for q in quantiles]
         if not all(0 <= q <= 1 for q in wanted):
             raise CVIError(f"quantiles({wanted}): expected probabilities between 0 and 1")
         return {n: torch.stack([self._quantile(n, q) for q in wanted]) for n in plan.latents}
 
+    def _middle(self, site: str) -> Tensor:
+        belief = self.belief(self._block(site))
+        if isinstance(belief, FamilyBelief) and belief.family is WISHART:
+            return belief.mean[0]
+        return self._quantile(site, 0.5)
+
     def _mode(self, site: str) -> Tensor:
-        support = self.plan.latents[site].support
+        support = self._whole.latents[site].support
         assert support is not None
         return support[self._probabilities(site).argmax(-1)]
 
@@ -445,7 +534,7 @@ class AutoCVI(AutoGuide):
         return belief.mean[0][..., block.step(site), :] if block.is_chain else belief.mean[0]
 
     def _quantile(self, site: str, q: float) -> Tensor:
-        latent, block = self.plan.latents[site], self._block(site)
+        latent, block = self._whole.latents[site], self._block(site)
         belief = self.belief(block)
         if isinstance(belief, GaussianBelief):
             assert block.layout is not None
@@ -460,6 +549,16 @@ class AutoCVI(AutoGuide):
             slack = len(latent.support) * torch.finfo(cumulative.dtype).eps
             index = (cumulative < q - slack).sum(-1)
             return latent.support[index.clamp(max=len(latent.support) - 1)]
+        if belief.family is WISHART:
+            raise CVIError(
+                message(
+                    f"quantiles of site '{site}'",
+                    "a Wishart matrix, whose elements have no quantiles in closed form",
+                    "scalars, vectors or discrete sites",
+                    f"take those of draws, posterior('{site}').sample([1000]).quantile(q, dim=0), or "
+                    "of what you compute from them",
+                )
+            )
         return quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
 
     # --- sampling ----------------------------------------------------------------------------------
@@ -469,76 +568,154 @@ class AutoCVI(AutoGuide):
         if self._prepared is None:
             self._setup_prototype(*args, **kwargs)
         plates = self._create_plates(*args, **kwargs)
-        plan = self.plan
+        self._set_indices(plates, args, kwargs)
         result: dict[str, Tensor] = {}
-        for block in plan.blocks:
-            belief = self.belief(block)
+        for whole in self._whole.blocks:
+            block, belief = whole, self.belief(whole)
+            latents = {s: self._whole.latents[s] for s in block.sites}
+            if block.placement is not None:
+                window = {p.name: _indices(plates[p.name], p) for p in block.placement.parts}
+                sizes = {n: len(index) for n, index in window.items()}
+                belief = _belief(block, block.placement.take(belief.tensors, window))
+                block = block.sized(sizes)
+                latents = {s: _resized(x, sizes) for s, x in latents.items()}
+            drawn = _Drawn(block, latents, belief, plates)
             if isinstance(belief, GaussianBelief):
-                result.update(self._sample_gaussian(block, belief, plates))
+                result.update(self._sample_gaussian(drawn))
             elif block.is_chain:
-                result.update(self._sample_chain(block, belief, plates))
+                result.update(self._sample_chain(drawn))
             else:
-                result.update(self._sample_family(block, plates))
-        return {n: result[n] for n in plan.latents}
+                (site,) = block.sites
+                law = self._posterior(latents[site], block, belief)
+                result[site] = drawn.in_plates(site, law)
+        return {n: result[n] for n in self._whole.latents}
 
-    def _in_plates(self, site: str, plates: dict[str, Any], fn: Any) -> Tensor:
-        with ExitStack() as stack:
-            for name, *_ in self.plan.latents[site].plates:
-                stack.enter_context(plates[name])
-            value: Tensor = pyro.sample(site, fn)
-        return value
+    def _set_indices(
+        self, plates: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Give the plates the elements that the model names itself (`subsample=indices`).
 
-    def _sample_family(self, block: Block, plates: dict[str, Any]) -> dict[str, Tensor]:
-        (site,) = block.sites
-        return {site: self._in_plates(site, plates, self.posterior(site))}
+        Pyro lets a guide's indices silently replace those of the model; here they agree, or it is an
+        error.
+        """
+        prepared = self._need("a sample")
+        given = [n for n in prepared.given if n in prepared.parts and n in plates]
+        if not given or self._model[0] is None:
+            return
+        with torch.no_grad(), poutine.block():
+            trace = plain_trace(self._model[0], args, kwargs, {})
+        for name, index in subsample_values(trace).items():
+            if name not in given:
+                continue
+            if self.create_plates is None:
+                part = prepared.parts[name]
+                plates[name] = pyro.plate(name, part.full, subsample=index, dim=part.dim)
+            elif not torch.equal(torch.as_tensor(plates[name].indices), torch.as_tensor(index)):
+                raise CVIError(
+                    message(
+                        f"plate '{name}'",
+                        "create_plates gave other indices than the model's own `subsample=`",
+                        "the same indices in model and guide",
+                        "pass the same index tensor to both, or leave create_plates out",
+                    )
+                )
 
-    def _sample_chain(
-        self, block: Block, belief: Belief, plates: dict[str, Any]
-    ) -> dict[str, Tensor]:
+    def _sample_chain(self, drawn: _Drawn) -> dict[str, Tensor]:
         """The states in order, each given the one before it."""
+        block, belief = drawn.block, drawn.belief
         assert isinstance(belief, FamilyBelief)
         first, *others = block.sites
         moves = belief.family.transitions(belief.natural).log()  # type: ignore[attr-defined]
-        result = {first: self._in_plates(first, plates, self.posterior(first))}
+        start = self._posterior(drawn.latents[first], block, belief)
+        result = {first: drawn.in_plates(first, start)}
         for t, site in enumerate(others):
-            before = self.plan.latents[block.sites[t]]
+            before = drawn.latents[block.sites[t]]
             origin = _index_of(before, result[before.name])
             table = moves[..., t, :, :]
             shape = broadcast_shapes(origin.shape, table.shape[:-2])
             where = origin.expand(shape)[..., None, None].expand(*shape, 1, table.shape[-1])
             logits = table.expand(*shape, *table.shape[-2:]).gather(-2, where).squeeze(-2)
-            law = _finite(self.plan.latents[site], logits)
-            result[site] = self._in_plates(site, plates, law)
+            result[site] = drawn.in_plates(site, _finite(drawn.latents[site], logits))
         return result
 
-    def _sample_gaussian(
-        self, block: Block, belief: GaussianBelief, plates: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        layout = block.layout
-        assert layout is not None
+    def _sample_gaussian(self, drawn: _Drawn) -> dict[str, Tensor]:
+        block, belief, layout = drawn.block, drawn.belief, drawn.block.layout
+        assert layout is not None and isinstance(belief, GaussianBelief)
         joint = dist.MultivariateNormal(belief.loc, scale_tril=belief.scale_tril).to_event(1)
         name = f"_{type(self).__name__}_{block.name}"
         z = pyro.sample(name, joint, infer={"is_auxiliary": True})
         lead = z.shape[:-2]
         result = {}
         for site in block.sites:
-            latent = self.plan.latents[site]
+            latent = drawn.latents[site]
             flat = z[..., layout.element[site], layout.position[site]]
             shape = broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
             value = flat.reshape(shape).to(latent.value.dtype)
             fn = dist.Delta(value, event_dim=latent.event_dim)  # its density is the joint's
-            result[site] = self._in_plates(site, plates, fn)
+            result[site] = drawn.in_plates(site, fn)
         return result
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One draw of all Gaussian blocks, flattened."""
         parts = [
-            draw(b, self.belief(b)).reshape(-1) for b in self.plan.blocks if b.layout is not None
+            draw(b, self.belief(b)).reshape(-1) for b in self._whole.blocks if b.layout is not None
         ]
         return torch.cat(parts) if parts else torch.zeros(0)
 
 
 # --- helpers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A block to be drawn, with the elements that the plates hold now."""
+
+    block: Block
+    latents: Mapping[str, Latent]
+    belief: Belief
+    plates: Mapping[str, Any]
+
+    def in_plates(self, site: str, fn: Any) -> Tensor:
+        """One sample statement inside the site's plates."""
+        with ExitStack() as stack:
+            for name, *_ in self.latents[site].plates:
+                stack.enter_context(self.plates[name])
+            value: Tensor = pyro.sample(site, fn)
+        return value
+
+
+def _indices(plate: Any, part: Part) -> Tensor:
+    index = plate.indices
+    return torch.arange(part.full) if index is None else torch.as_tensor(index).cpu()
+
+
+def _resized(latent: Latent, sizes: Mapping[str, int]) -> Latent:
+    """The latent when its plates hold this many elements."""
+    parts = [Part(n, d, s, sizes[n]) for n, d, s, _ in latent.plates if n in sizes]
+    return whole_latent(latent, parts)
+
+
+def _belief(block: Block, tensors: tuple[Tensor, ...]) -> Belief:
+    if block.layout is not None:
+        return GaussianBelief(*tensors)
+    return FamilyBelief(block.family, tensors)
+
+
+def _seen_name(block: Block) -> str:
+    """The buffer that tells which elements of the plates around a local block have been seen."""
+    assert block.placement is not None
+    names = [p.name.replace(".", "$$$") for p in block.placement.parts]
+    return "+".join(names) + _SEPARATOR + "seen"
+
+
+def _none_seen(block: Block) -> Tensor:
+    assert block.placement is not None
+    return torch.zeros([p.full for p in block.placement.parts], dtype=torch.bool)
+
+
+def _grid(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    n = len(indices)
+    return tuple(x.reshape(-1, *[1] * (n - 1 - i)).cpu() for i, x in enumerate(indices))
 
 
 class FiniteSupport(dist.Categorical):
@@ -665,6 +842,7 @@ def _around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
         INVERSE_GAMMA: lambda: dist.InverseGamma(n + 1, n * point),
         BETA: lambda: dist.Beta(n * point, n * (1 - point)),
         DIRICHLET: lambda: dist.Dirichlet(n * point),
+        WISHART: lambda: dist.Wishart(n + point.shape[-1], point / (n + point.shape[-1])),
     }
     law = laws.get(latent.family)
     return None if law is None else latent.family.from_distribution(law())

@@ -2,9 +2,7 @@
 
     natural_b  <-  (1 - rho) natural_b + rho * sum_factors grad_mean E_q[log p]        for every block b
 
-A block with exact messages only takes rho = 1, its optimum given the rest. A block with quadrature
-tries rho = 1 and is accepted when the ELBO rises by at least KL(q || q') / rho, as a mirror step must;
-else rho is halved. Sampled and subsampled blocks follow a Robbins-Monro sequence.
+How long the step of each block is, and whether it is taken, is the matter of `sweep`.
 
 Reference: M. E. Khan, W. Lin (2017), Conjugate-Computation Variational Inference, arXiv 1703.04265.
 """
@@ -15,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,30 +24,30 @@ from torch import Tensor
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator
-from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.graph.sampling import Sampler
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.guide import AutoCVI
-from pyro_cvi.updates import Belief, GaussianBelief, Step
+from pyro_cvi.sweep import Sweeper, kl_of
 
 __all__ = ["CVI", "RunResult"]
 
 _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
-_HALVINGS = 40
-_NARROWINGS = 8
-_SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
 
 
 @dataclass
 class RunResult:
-    """What `CVI.run` did: the loss after each step, how many, and why it stopped."""
+    """What `CVI.run` did: the loss after each step, how many, and why it stopped.
+
+    With several starts this is the best one's; `restarts` has the last loss of each.
+    """
 
     losses: list[float] = field(default_factory=list)
     num_steps: int = 0
     converged: bool = False
     reason: str = ""
     seconds: float = 0.0
+    restarts: list[float] = field(default_factory=list)
 
 
 class CVI:
@@ -60,6 +59,10 @@ class CVI:
         optim: a `PyroOptim`, for the `pyro.param`s of the model only; the posterior needs none.
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
             TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective).
+        minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
+            with all of them, where they fit into memory; "stochastic" is the paper's rule (SVI on a
+            conjugate model), which keeps nothing and takes steps of size rho_t.
+        delay, forget: rho_t = (t + delay)^-forget at step t = 0, 1, ... of the stochastic rule.
     """
 
     def __init__(
@@ -68,6 +71,10 @@ class CVI:
         guide: AutoCVI,
         optim: PyroOptim | None = None,
         loss: ELBO | None = None,
+        *,
+        minibatch: str = "stored",
+        delay: float = 1.0,
+        forget: float = 0.7,
     ) -> None:
         if not isinstance(guide, AutoCVI):
             raise CVIError(
@@ -91,16 +98,18 @@ class CVI:
                     "leave loss out; CVI maximises the ELBO and no other bound",
                 )
             )  # fmt: skip
+        if minibatch not in ("stored", "stochastic"):
+            raise CVIError(f"minibatch is {minibatch!r}; expected 'stored' or 'stochastic'")
+        if not (delay >= 0 and 0.5 < forget <= 1):
+            raise CVIError(
+                f"delay is {delay!r} and forget is {forget!r}; expected delay >= 0 and forget in "
+                "(0.5, 1], for which the steps of the stochastic rule converge"
+            )
         self.model, self.guide, self.optim = model, guide, optim
         self.loss: ELBO = Trace_ELBO() if loss is None else loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
-        self._rho: dict[str, float] = {}
-        self._control: dict[str, tuple[Tensor, ...]] = {}
-        self._counts: dict[str, Step] = {}
-        self._time = 0
-        self._rate = 0.5
-        self._sampled_value = 0.0
-        self._before: dict[str, Belief] = {}
+        self._sweeper = Sweeper(minibatch, delay, forget)
+        self._moved = math.inf
 
     # --- public ------------------------------------------------------------------------------------
 
@@ -110,70 +119,59 @@ class CVI:
         Where something is sampled or subsampled the return value is an estimate. An error leaves the
         posterior as it was.
         """
-        with torch.enable_grad(), self.guide.undone_on_error():
-            return self._step(args, kwargs)
+        return self._guarded_step(args, kwargs, unchanged=False, temperature=1.0)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        prepared = self.guide.prepare(self.model, args, kwargs)
+    def _guarded_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], unchanged: bool, temperature: float
+    ) -> float:
+        with torch.enable_grad(), self.guide.undone_on_error():
+            self._sweeper.temperature = temperature
+            return self._step(args, kwargs, unchanged)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], unchanged: bool) -> float:
+        sweeper = self._sweeper
+        fitted = self.guide.is_fitted
+        chosen = sweeper.chosen(self.guide.prepared)
+        prepared = self.guide.prepare(self.model, args, kwargs, chosen, unchanged=unchanged)
         self._check_params(prepared)
-        before, control = self.guide.beliefs(), dict(self._control)
+        before, control = self.guide.beliefs(), dict(sweeper.control)
         try:
             evaluator = self._evaluator_for(prepared)
-            self._narrow(evaluator)
-            self._sweep(evaluator, prepared, args, kwargs)
-            elbo = evaluator.elbo() + self._sampled_value
+            sweeper.narrow(evaluator)
+            sampler = partial(self._sampler, prepared, args, kwargs)
+            sweeper.sweep(evaluator, prepared, sampler, fitted)
+            elbo = evaluator.elbo() + sweeper.sampled_value
             finite = all(b.is_finite() for b in evaluator.beliefs.values())
             if not math.isfinite(elbo) or not finite:
                 raise CVIError(self._not_finite(evaluator, elbo))
             if prepared.plan.learns:
                 self._learn(evaluator, prepared, args, kwargs)
         except BaseException:
-            self._evaluator, self._control = None, control
+            self._evaluator = None
+            sweeper.undo(control)
             raise
         for block in prepared.plan.blocks:
-            if evaluator.beliefs[block.name] is not before[block.name]:
-                self.guide.set_belief(block, evaluator.beliefs[block.name])
-        self._before = before
-        self._time += 1
+            new = evaluator.beliefs[block.name]
+            if block.placement is not None or new is not before[block.name]:
+                self.guide.set_belief(block, new)
+        self._moved = kl_of(before, evaluator.beliefs)
+        sweeper.done(prepared)
         return -elbo
-
-    def _narrow(self, evaluator: Evaluator) -> None:
-        """Narrow the start where exp overflows under its spread, or nearly does.
-
-        Nearly: E exp(f) = exp(m + v/2) may be finite and beyond any use, as Newton's steps undo about
-        one nat of it each. The bound itself says which of two starts is better.
-        """
-        if self._time > 0:
-            return
-        explosive = any(
-            "E exp" in h.reason for f in evaluator.plan.factors for h in f.how.values()
-        )
-        elbo = evaluator.elbo()
-        for _ in range(_NARROWINGS):
-            finite = math.isfinite(elbo)
-            if finite and not explosive:
-                return
-            kept = dict(evaluator.beliefs)
-            for name, b in kept.items():
-                if isinstance(b, GaussianBelief):
-                    evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))
-            narrower = evaluator.elbo()
-            if finite and not narrower > elbo:
-                for name, b in kept.items():
-                    evaluator.set(name, b)
-                return
-            elbo = narrower
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO now; changes nothing.
 
-        Where nothing is sampled or subsampled, Pyro's random state is left as it was too.
+        Where nothing is sampled or subsampled, Pyro's random state is left as it was too. Of a minibatch
+        with local latents it is the loss with these at their optimum.
         """
         evaluator, random = self._evaluator, torch.get_rng_state()
         try:
             with torch.enable_grad(), self.guide.undone_on_error(always=True):
                 prepared = self.guide.prepare(self.model, args, kwargs)
-                loss = -self._elbo(self._evaluator_for(prepared), prepared, args, kwargs)
+                found = self._evaluator_for(prepared)
+                if prepared.has_local:
+                    self._sweeper.settle(found)
+                loss = -self._elbo(found, prepared, args, kwargs)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
@@ -186,40 +184,98 @@ class CVI:
         num_steps: int = 100,
         tol: float = 1e-6,
         progress: bool = False,
+        num_restarts: int = 1,
+        annealing: tuple[float, int] | None = None,
         **kwargs: Any,
     ) -> RunResult:
         """Step until the relative change of the loss and the step's length in nats are below `tol`.
 
         A run with samples or subsampling takes all `num_steps`, for its loss is an estimate.
+
+        Arguments:
+            num_restarts: fits from this many starts (the first from where the guide is) and keeps the
+                best, by its last loss.
+            annealing: (temperature, steps): the first steps maximise E[log p] + T H[q], with T falling
+                geometrically from the temperature to 1, and with a little noise in discrete sites.
         """
         if num_steps < 0:
             raise CVIError(f"num_steps is {num_steps}; expected zero or more")
-        result = RunResult(reason="num_steps reached")
+        if num_restarts < 1:
+            raise CVIError(f"num_restarts is {num_restarts}; expected at least one start")
+        if annealing is not None and not (annealing[0] >= 1 and annealing[1] >= 0):
+            raise CVIError(
+                f"annealing is {annealing!r}; expected (temperature, steps) with a temperature of at "
+                "least 1"
+            )
         start = time.perf_counter()
-        bar = _progress_bar(num_steps) if progress else None
-        for _ in range(num_steps):
-            loss = self.step(*args, **kwargs)
-            result.losses.append(loss)
-            result.num_steps += 1
-            if bar is not None:
-                bar.set_postfix_str(f"loss {loss:.4f}, moved {self._moved():.1e} nats")
-                bar.update()
-            if self._is_converged(result.losses, tol):
-                result.converged = True
-                result.reason = f"relative change and movement below {tol:g}"
-                break
+        bar = _progress_bar(num_steps * num_restarts) if progress else None
+        best: tuple[RunResult, Any, Sweeper] | None = None
+        finals = []
+        for i in range(num_restarts):
+            if i > 0:
+                self._restart()
+            result = self._run_once(args, kwargs, num_steps, tol, bar, annealing)
+            finals.append(_final_loss(result.losses))
+            if num_restarts == 1:
+                best = (result, None, self._sweeper)
+            elif best is None or finals[-1] < _final_loss(best[0].losses):
+                best = (result, self.guide.snapshot(), self._sweeper)
+        assert best is not None
+        result, snapshot, self._sweeper = best
+        if snapshot is not None:
+            self.guide.restore(snapshot)
+            self._evaluator = None
+        result.restarts = finals
         if bar is not None:
-            bar.total = result.num_steps
+            bar.total = bar.n
             bar.refresh()
             bar.close()
         result.seconds = time.perf_counter() - start
         return result
 
+    def _run_once(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_steps: int,
+        tol: float,
+        bar: Any,
+        annealing: tuple[float, int] | None,
+    ) -> RunResult:
+        result = RunResult(reason="num_steps reached")
+        hot, cooling = annealing or (1.0, 0)
+        changes = False
+        for i in range(num_steps):
+            temperature = hot ** (1 - i / cooling) if i < cooling else 1.0
+            # The model is compared with its plan in steps 0, 1, 2, 4, 8, ... and in the last one; if
+            # that finds a change (a model of random data), in every step.
+            unchanged = i & (i - 1) != 0 and i < num_steps - 1 and not changes
+            plan = self.guide.prepared
+            loss = self._guarded_step(args, kwargs, unchanged, temperature)
+            changes = changes or (i > 0 and plan is not self.guide.prepared)
+            result.losses.append(loss)
+            result.num_steps += 1
+            if bar is not None:
+                bar.set_postfix_str(f"loss {loss:.4f}, moved {self._moved:.1e} nats")
+                bar.update()
+            if temperature == 1 and self._is_converged(result.losses, tol):
+                result.converged = True
+                result.reason = f"relative change and movement below {tol:g}"
+                break
+        return result
+
+    def _restart(self) -> None:
+        """Another start, with nothing remembered."""
+        old = self._sweeper
+        self.guide.reset()
+        self._sweeper = Sweeper(old.minibatch, old.delay, old.forget)
+        self._evaluator = None
+
     def explain(self) -> Report:
         """What was done in each factor for each site, and why; print it."""
-        return make_report(self.guide.plan, self._counts)  # raises before the first step
+        return make_report(self.guide.plan, self._sweeper.counts)  # raises before the first step
 
-    # --- one sweep ---------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------
 
     def _evaluator_for(self, prepared: Prepared) -> Evaluator:
         beliefs = self.guide.beliefs()
@@ -232,134 +288,12 @@ class CVI:
         self._evaluator = (prepared, evaluator)
         return evaluator
 
-    def _sweep(
-        self,
-        evaluator: Evaluator,
-        prepared: Prepared,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        plan = prepared.plan
-        self._sampled_value = 0.0
-        noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
-        for block in plan.blocks:
-            if block.size == 0 or block.name in noisy:
-                continue
-            if plan.stochastic:
-                self._noisy_step(evaluator, block, None, (self._time + 1.0) ** -0.7)
-            elif plan.is_exact(block):
-                self._exact_step(evaluator, block)
-            else:
-                self._searched_step(evaluator, block)
-        if noisy:
-            self._sampled_sweep(evaluator, self._sampler(prepared, args, kwargs), noisy)
-
-    def _sampled_sweep(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
-        """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
-
-        The ELBO before and after is compared on common random numbers; a fall of more than two
-        standard errors means the step was too long for the noise of its gradient.
-        """
-        seed = int(torch.randint(2**31, ()))
-        plan, old = evaluator.plan, dict(evaluator.beliefs)
-        before = sampler.estimate(evaluator, self._control, seed=seed)
-        exact = evaluator.elbo()
-        rho = self._rate * (1 + self._time / 20) ** -0.7
-        controls = dict(self._control)
-        for block in plan.blocks:
-            if block.name in noisy and block.size:
-                self._noisy_step(evaluator, block, before.messages.get(block.name), rho)
-        after = sampler.estimate(evaluator, self._control, gradient=False, seed=seed + 1)
-        again = sampler.estimate_at(old, evaluator, seed=seed + 1)
-        change = torch.tensor(after.values) - torch.tensor(again.values)
-        gain = evaluator.elbo() - exact + float(change.mean())
-        error = float(change.std()) / math.sqrt(len(after.values))
-        if not gain >= -2 * error:
-            for name in noisy:
-                evaluator.set(name, old[name])
-            self._control = controls
-            self._rate = max(self._rate / 2, 1e-4)
-            self._sampled_value = again.value
-        else:
-            self._rate = min(1.0, self._rate * 1.2)
-            self._sampled_value = after.value
-
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sampler:
         plan = prepared.plan
         call = Call(self.model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
         return Sampler(plan, call, self.guide.num_samples)
-
-    def _exact_step(self, evaluator: Evaluator, block: Block) -> None:
-        belief, step = evaluator.beliefs[block.name].moved(evaluator.message(block), 1.0)
-        if step.improper:
-            raise CVIError(
-                message(
-                    f"block '{block.name}'",
-                    "its conditional posterior is improper (a likelihood and prior that do not "
-                    "determine it)",
-                    "a proper prior on every latent",
-                    "give the site a proper prior, or remove the mask on it",
-                )
-            )
-        evaluator.set(block.name, belief)
-
-    def _searched_step(self, evaluator: Evaluator, block: Block) -> None:
-        """Mirror step with the acceptance test: rise of the ELBO >= KL(q || q') / rho."""
-        name = block.name
-        old, leaves = evaluator.beliefs[name], evaluator.leaves[name]
-        version = evaluator.version(name)
-        before = evaluator.local(block)
-        gradient = evaluator.message(block)
-        cache = evaluator.forget(evaluator.plan.factors_of(name))
-        slack = _SLACK.get(before.dtype, 1e-6) * float(before.abs() + 1)
-        rho = self._rho.get(name, 1.0)
-        for _ in range(_HALVINGS):
-            belief, step = old.moved(gradient, rho)
-            if belief.is_finite():
-                evaluator.set(name, belief)
-                rise = float(evaluator.local(block) - before)
-                if rise >= float(old.kl(belief)) / rho - slack:
-                    self._count(name, step)
-                    self._rho[name] = min(1.0, 2 * rho)
-                    return
-                evaluator.restore(name, old, leaves, version, cache)
-            rho /= 2
-        self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
-
-    def _noisy_step(
-        self, evaluator: Evaluator, block: Block, sampled: list[Tensor | None] | None, rho: float
-    ) -> None:
-        belief = evaluator.beliefs[block.name]
-        gradient = evaluator.message(block)
-        if sampled is not None:
-            gradient = [_sum(a, b) for a, b in zip(gradient, sampled, strict=True)]
-            if isinstance(belief, GaussianBelief) and sampled[0] is not None:
-                self._keep_control(block.name, belief, sampled, rho)
-        moved, step = belief.moved(gradient, rho)
-        if moved.is_finite():
-            evaluator.set(block.name, moved)
-            self._count(block.name, step)
-
-    def _keep_control(
-        self, name: str, belief: GaussianBelief, sampled: list[Tensor | None], rho: float
-    ) -> None:
-        g_loc, g_cov = sampled
-        assert g_loc is not None and g_cov is not None
-        new = (g_loc - 2 * (g_cov @ belief.loc.unsqueeze(-1)).squeeze(-1), g_cov)
-        old = self._control.get(name)
-        if old is not None:
-            new = tuple(o + rho * (n - o) for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
-        self._control[name] = new
-
-    def _count(self, name: str, step: Step) -> None:
-        old = self._counts.get(name, Step())
-        self._counts[name] = Step(
-            old.improper + step.improper,
-            old.shortened + step.shortened,
-            old.retracted + step.retracted,
-        )
 
     def _elbo(
         self,
@@ -371,24 +305,15 @@ class CVI:
         elbo = evaluator.elbo()
         if prepared.plan.sampled_sites():
             sampler = self._sampler(prepared, args, kwargs)
-            elbo += sampler.estimate(evaluator, self._control, gradient=False).value
+            elbo += sampler.estimate(evaluator, self._sweeper.control, gradient=False).value
         return elbo
-
-    def _moved(self) -> float:
-        """KL(before || after) of the last step, in nats."""
-        total = 0.0
-        for block in self.guide.plan.blocks:
-            old, new = self._before[block.name], self.guide.belief(block)
-            if new is not old:
-                total += float(old.kl(new))
-        return total
 
     def _is_converged(self, losses: list[float], tol: float) -> bool:
         plan = self.guide.plan
         if plan.sampled_sites() or plan.stochastic or plan.learns or len(losses) < 2:
             return len(losses) >= 2 and tol > 0 and losses[-1] == losses[-2] and not plan.learns
         scale = tol * max(abs(losses[-1]), 1.0)
-        return abs(losses[-2] - losses[-1]) <= scale and self._moved() <= scale
+        return abs(losses[-2] - losses[-1]) <= scale and self._moved <= scale
 
     def _not_finite(self, evaluator: Evaluator, elbo: float) -> str:
         names = [
@@ -434,7 +359,9 @@ class CVI:
             grads = list(torch.autograd.grad(elbo, leaves, allow_unused=True))
         if prepared.plan.sampled_sites():
             sampler = self._sampler(prepared, args, kwargs)
-            sampled = sampler.estimate(evaluator, self._control, parameters=leaves).parameters
+            sampled = sampler.estimate(
+                evaluator, self._sweeper.control, parameters=leaves
+            ).parameters
             grads = [_sum(a, b) for a, b in zip(grads, sampled, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
             if g is not None and not bool(g.isfinite().all()):
@@ -452,6 +379,12 @@ class CVI:
         for p in leaves:
             p.grad = torch.zeros_like(p)
         self._evaluator = None
+
+
+def _final_loss(losses: list[float]) -> float:
+    """The last loss, or a mean of the last tenth, which for a noisy one says more."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last) if last else math.inf
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

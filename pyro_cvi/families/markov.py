@@ -90,8 +90,7 @@ class MarkovChain(AbstractFamily):
     def is_proper(self, natural: Natural) -> Tensor:
         """All potentials finite."""
         unary, pair = natural
-        finite = unary.isfinite().all(-1).all(-1) & pair.isfinite().flatten(-3).all(-1)
-        return finite
+        return unary.isfinite().all(-1).all(-1) & pair.isfinite().flatten(-3).all(-1)
 
     def max_step(self, natural: Natural, direction: Natural) -> Tensor:
         """Infinite."""

@@ -31,6 +31,7 @@ from pyro_cvi.algebra.expression import (
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
 from pyro_cvi.graph.symbolic import Factor, Latent
+from pyro_cvi.graph.windows import GaussianPlacement, Part, gaussian_placement
 
 __all__ = ["GaussianBlock", "gaussian_blocks", "multiplied_sites"]
 
@@ -39,24 +40,28 @@ Coupling = list[Stat]
 
 @dataclass(frozen=True, eq=False)
 class GaussianBlock:
-    """Sites, layout, and the reason for the structure."""
+    """Sites, layout, and the reason for the structure; `placement` for sites in a subsampled plate."""
 
     sites: tuple[str, ...]
     layout: Layout
     reason: str
+    placement: GaussianPlacement | None = None
 
 
 def gaussian_blocks(
-    latents: Mapping[str, Latent], factors: Sequence[Factor], max_dense_dim: int
+    latents: Mapping[str, Latent],
+    factors: Sequence[Factor],
+    max_dense_dim: int,
+    parts: Mapping[str, tuple[Part, ...]],
 ) -> list[GaussianBlock]:
-    """Group the Gaussian sites into blocks."""
+    """Group the Gaussian sites into blocks; sites in different subsampled plates stay apart."""
     gaussian = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
     refs = {n: latent.ref for n, latent in gaussian.items()}
     sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
     couplings = [[s for s in c if s.site.name in gaussian] for c in sums]
     opaque = [set(o) & set(gaussian) for f in factors for o in _opaque_sites(f.expression)]
     apart = _apart(factors)
-    groups = _join(gaussian, couplings, opaque, apart)
+    groups = _join(gaussian, couplings, opaque, apart, parts)
     by_site: dict[str, list[int]] = {n: [] for n in gaussian}
     for i, c in enumerate(couplings):
         for n in {s.site.name for s in c}:
@@ -65,6 +70,9 @@ def gaussian_blocks(
     for group in groups:
         relevant = sorted({i for n in group for i in by_site[n]})
         near = [couplings[i] for i in relevant]
+        if parts.get(group[0]):
+            blocks.append(_local(group, gaussian, near, opaque, max_dense_dim, parts[group[0]]))
+            continue
         blocks += _layouts(group, gaussian, near, opaque, max_dense_dim)
     return blocks
 
@@ -168,6 +176,7 @@ def _join(
     couplings: Iterable[Coupling],
     opaque: Iterable[set[str]],
     apart: set[frozenset[str]],
+    parts: Mapping[str, tuple[Part, ...]],
 ) -> list[list[str]]:
     group = {n: [n] for n in gaussian}
     wanted = [list(dict.fromkeys(s.site.name for s in c)) for c in couplings]
@@ -176,7 +185,7 @@ def _join(
     pairs += [p for names in wanted if len(names) <= 12 for p in itertools.combinations(names, 2)]
     size = {n: math.prod(latent.shape) for n, latent in gaussian.items()}
     for a, b in sorted(dict.fromkeys(pairs), key=lambda p: size[p[0]] + size[p[1]]):
-        if group[a] is group[b]:
+        if group[a] is group[b] or parts.get(a, ()) != parts.get(b, ()):
             continue
         if any(frozenset((x, y)) in apart for x in group[a] for y in group[b]):
             continue
@@ -188,6 +197,25 @@ def _join(
         if not any(g is group[n] for g in seen):
             seen.append(group[n])
     return [sorted(g, key=list(gaussian).index) for g in seen]
+
+
+def _local(
+    sites: list[str],
+    gaussian: Mapping[str, Latent],
+    couplings: Sequence[Coupling],
+    opaque: Sequence[set[str]],
+    max_dense_dim: int,
+    parts: tuple[Part, ...],
+) -> GaussianBlock:
+    """A block inside subsampled plates: Gaussians of each element of the plates."""
+    shapes = {n: gaussian[n].shape for n in sites}
+    device = gaussian[sites[0]].value.device
+    component = _components(shapes, couplings, opaque, device)
+    placement = gaussian_placement([gaussian[n] for n in sites], parts, component, max_dense_dim)
+    names = ", ".join(f"'{p.name}'" for p in parts)
+    reason = f"{placement.count} of {placement.width} scalars for each element of {names}"
+    layout = placement.layout({p.name: p.size for p in parts})
+    return GaussianBlock(tuple(sites), layout, reason, placement)
 
 
 def _layouts(

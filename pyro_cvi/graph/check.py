@@ -168,6 +168,7 @@ def _upstream(f: Factor, symbolic: Symbolic) -> list[str]:
 
 
 def agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
+    """Whether two log densities are equal to rounding, wherever the mask is on."""
     if mask is False:
         return True
     try:

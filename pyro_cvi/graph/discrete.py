@@ -40,12 +40,17 @@ class Chain:
     categories: int
 
 
-def with_dims(call: Call, factors: Sequence[str]) -> Call:
-    """The call with an enumeration dim for each discrete site, shared where that is possible."""
+def with_dims(call: Call, factors: Sequence[str], known: Dependence | None = None) -> Call:
+    """The call with an enumeration dim for each discrete site, shared where that is possible.
+
+    `known` is what an earlier run with the same factors found.
+    """
     discrete = [n for n, x in call.latents.items() if x.support is not None]
     if not discrete:
         return call
-    depends = _dependence(call, discrete, factors)
+    depends = known
+    if depends is None or set(depends) != set(factors):
+        depends = _dependence(call, discrete, factors)
     meets = _neighbours(discrete, depends)
     colour: dict[str, int] = {}
     for n in discrete:
@@ -89,9 +94,7 @@ def _check_dim(latent: Latent, meets: set[str]) -> None:
         )
 
 
-def check_branches(
-    symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, Tensor]
-) -> None:
+def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, Tensor]) -> None:
     """The enumerated densities, read at the states of a plain run, are the densities of that run.
 
     Sites that share a dim would be confused if some factor depended on both unseen.

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyro_cvi.estimators import Moments
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
-from pyro_cvi.updates import Belief
+from pyro_cvi.linalg import matvec
+from pyro_cvi.updates import Belief, GaussianBelief
 
 __all__ = ["Evaluator", "moments_of"]
 
@@ -38,10 +39,14 @@ def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, Leaves]:
 
 
 class Evaluator:
-    """Factor values at the current beliefs, cached per state of their blocks."""
+    """Factor values at the current beliefs, cached per state of their blocks.
+
+    At a `temperature` T above one, steps maximise E_q[log p] + T H[q]: an annealed fit.
+    """
 
     def __init__(self, plan: Plan, beliefs: Mapping[str, Belief]) -> None:
         self.plan = plan
+        self.temperature = 1.0
         self.beliefs = dict(beliefs)
         self.leaves: Leaves = {n: b.leaves() for n, b in self.beliefs.items()}
         self._version = dict.fromkeys(self.beliefs, 0)
@@ -57,6 +62,13 @@ class Evaluator:
         self._count += 1
         self.beliefs[block] = belief
         self.leaves[block] = belief.leaves()
+        self._version[block] = self._count
+        self._moments = None
+
+    def hold(self, block: str, leaves: tuple[Tensor, ...]) -> None:
+        """Give a discrete block weights that need not be probabilities, until its belief is set."""
+        self._count += 1
+        self.leaves[block] = tuple(x.requires_grad_() for x in leaves)
         self._version[block] = self._count
         self._moments = None
 
@@ -90,22 +102,58 @@ class Evaluator:
 
     def local(self, block: Block) -> Tensor:
         """The part of the ELBO that changes with one block."""
-        total = self.beliefs[block.name].entropy()
+        total = self.beliefs[block.name].entropy() * self.weight_of(block)
         for f in self._factors[block.name]:
             total = total + self.factor(f).detach()
         return total
 
-    def message(self, block: Block) -> list[Tensor | None]:
-        """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors."""
+    def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
+        """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors.
+
+        All factors of a local block carry the scale of its plates, as its entropy does: it cancels.
+        With `inside` only the factors in that plate count.
+        """
         total: Tensor | None = None
         for f in self._factors[block.name]:
+            if inside is not None and inside not in f.plates:
+                continue
             value = self.factor(f)
             if value.requires_grad:
                 total = value if total is None else total + value
         leaves = self.leaves[block.name]
         if total is None:
             return [None] * len(leaves)
-        return list(torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True))
+        found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        weight = self.weight_of(block)
+        if weight == 1:
+            return list(found)
+        return [None if g is None else g / weight for g in found]
+
+    def factors(self, block: Block) -> list[CompiledFactor]:
+        """The factors of a block that are not sampled."""
+        return self._factors[block.name]
+
+    def slope(self, f: CompiledFactor, block: str, origin: Belief) -> float:
+        """<message of a factor, mean - mean at `origin`>: what an affine factor changes by."""
+        value = self.factor(f)
+        if not value.requires_grad:
+            return 0.0
+        leaves, start = self.leaves[block], origin.leaves()
+        found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        parts = [
+            (torch.zeros_like(x) if g is None else g, x.detach(), s.detach())
+            for g, x, s in zip(found, leaves, start, strict=True)
+        ]
+        change = sum(float((g * (x - s)).sum()) for g, x, s in parts)
+        if isinstance(origin, GaussianBelief):  # E z z^T = V + m m^T is what a message is affine in
+            (_, m, before), (g, *_) = parts
+            step = m - before
+            change -= float((step * matvec(g, step)).sum())
+        return change
+
+    def weight_of(self, block: Block) -> float:
+        """What the block's entropy counts for: the scale of its plates, times the temperature."""
+        return block.scale * self.temperature
 
     def version(self, block: str) -> int:
         return self._version[block]
@@ -117,8 +165,8 @@ class Evaluator:
 
     def entropy(self) -> Tensor:
         total = torch.zeros(())
-        for b in self.beliefs.values():
-            total = b.entropy() + total
+        for b in self.plan.blocks:
+            total = self.beliefs[b.name].entropy() * b.scale + total
         return total
 
     def elbo(self) -> float:

@@ -11,7 +11,7 @@ from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.symbolic import parameter_dtype
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["initial_beliefs"]
+__all__ = ["initial_belief", "initial_beliefs"]
 
 _SPREAD = 0.1
 """Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`)."""
@@ -19,10 +19,12 @@ _SPREAD = 0.1
 
 def initial_beliefs(plan: Plan, located: dict[str, Tensor] | None = None) -> dict[str, Belief]:
     """One belief per block; `located` gives the starting point of some sites."""
-    return {b.name: _initial(plan, b, located or {}) for b in plan.blocks}
+    return {b.name: initial_belief(plan, b, located) for b in plan.blocks}
 
 
-def _initial(plan: Plan, block: Block, located: dict[str, Tensor]) -> Belief:
+def initial_belief(plan: Plan, block: Block, located: dict[str, Tensor] | None = None) -> Belief:
+    """The starting belief of one block."""
+    located = located or {}
     if block.layout is not None:
         return _gaussian(plan, block, located)
     latent = plan.latents[block.sites[0]]

@@ -42,7 +42,7 @@ def pin_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
             off = ~mask.expand(latent.batch_shape)
         dead = off & ~_informed(evaluator, plan, latent)
         if bool(dead.any()):
-            factors.append(_pin(latent, dead))
+            factors.append(_pin(latent, dead, plan.block_of(name).scale))
     return factors
 
 
@@ -61,9 +61,10 @@ def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
         return _informed_step(gradient, block.step(latent.name), latent)
     else:
         touched = torch.zeros((), dtype=torch.bool, device=latent.value.device)
-        for g in gradient:
+        for g, event in zip(gradient, block.family.event_dims, strict=True):
             if g is not None:
-                touched = touched | (g != 0)
+                hit = g != 0
+                touched = touched | (hit.flatten(-event).any(-1) if event else hit)
         extra = touched.ndim - len(latent.batch_shape)
         return touched.flatten(-extra).any(-1) if extra > 0 else touched.expand(latent.batch_shape)
     event = latent.event_dim
@@ -82,7 +83,7 @@ def _informed_step(gradient: list[Tensor | None], step: int, latent: Latent) -> 
     return touched
 
 
-def _pin(latent: Latent, dead: Tensor) -> Factor:
+def _pin(latent: Latent, dead: Tensor, scale: float) -> Factor:
     if latent.enum_dim is None:
         value: Any = LatentTensor.make(
             latent.value, site_expression(latent.ref, latent.value.device)
@@ -97,5 +98,6 @@ def _pin(latent: Latent, dead: Tensor) -> Factor:
     while hasattr(prior, "_mask"):
         prior = prior.base_dist
     e = expression_of(log_density(prior, value))
-    weight = dead.to(parameter_dtype(prior) or torch.get_default_dtype())
-    return Factor(f"{latent.name} (masked cells)", e, weight, enumerated, False)
+    weight = dead.to(parameter_dtype(prior) or torch.get_default_dtype()) * scale
+    plates = frozenset(name for name, *_ in latent.plates)
+    return Factor(f"{latent.name} (masked cells)", e, weight, enumerated, False, plates=plates)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,6 +22,13 @@ from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
 from pyro_cvi.graph.discrete import chains
 from pyro_cvi.graph.stacking import alike, roles, stack
 from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
+from pyro_cvi.graph.windows import (
+    FamilyPlacement,
+    GaussianPlacement,
+    Part,
+    Placement,
+    whole_latent,
+)
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_plan", "make_structure"]
@@ -40,6 +47,26 @@ class Block:
     layout: Layout | None
     reason: str
     size: int
+    placement: Placement | None = None
+
+    @property
+    def scale(self) -> float:
+        """How many elements each element of a window stands for; 1 outside of subsampled plates."""
+        parts = self.placement.parts if self.placement is not None else ()
+        return math.prod(p.scale for p in parts)
+
+    def sized(self, sizes: Mapping[str, int]) -> Block:
+        """The block when the plates of its placement hold this many elements."""
+        if self.placement is None:
+            return self
+        parts = tuple(replace(p, size=sizes[p.name]) for p in self.placement.parts)
+        before = math.prod(p.size for p in self.placement.parts)
+        size = self.size // max(before, 1) * math.prod(p.size for p in parts)
+        placement = replace(self.placement, parts=parts)
+        layout = self.layout
+        if isinstance(placement, GaussianPlacement):
+            layout = placement.layout(sizes)
+        return replace(self, size=size, placement=placement, layout=layout)
 
     @property
     def is_chain(self) -> bool:
@@ -100,8 +127,7 @@ def to_dims(p: Tensor, targets: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class CompiledFactor:
-    """E_q[log p] of one factor, or of several that differ in their data only: weight, discrete sites
-    and the compiled expectation.
+    """E_q[log p] of one factor, or of several that differ in their data only.
 
     `edges` has (factor, site, how) for each factor and each of its sites.
     """
@@ -114,15 +140,14 @@ class CompiledFactor:
     how: Mapping[str, How]
     edges: tuple[tuple[str, str, How], ...]
     observed: bool
+    plates: frozenset[str] = frozenset()
 
     @property
     def sampled(self) -> frozenset[str]:
         """Sites of which this factor needs samples."""
         return frozenset(s for s, h in self.how.items() if h.kind == "sampled")
 
-    def __call__(
-        self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]
-    ) -> Tensor:
+    def __call__(self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
         """sum over cells of weight * E_q[log p]; `probabilities` of the discrete blocks."""
         value = self.expectation(moments)
         weight: Tensor | float = self.weight
@@ -190,37 +215,69 @@ class Plan:
     def sampled_sites(self) -> frozenset[str]:
         return _sampled(self.factors)
 
+    @cached_property
+    def whole(self) -> Plan:
+        """Latents and blocks with all elements of the subsampled plates, without factors."""
+        if not any(b.placement for b in self.blocks):
+            return self
+        latents = dict(self.latents)
+        blocks = []
+        for b in self.blocks:
+            parts = b.placement.parts if b.placement is not None else ()
+            for s in b.sites:
+                latents[s] = whole_latent(latents[s], parts)
+            blocks.append(b.sized({p.name: p.full for p in parts}))
+        return replace(
+            self,
+            latents=latents,
+            blocks=tuple(blocks),
+            factors=(),
+            structure=_structure(latents, blocks),
+        )
 
-def make_structure(symbolic: Symbolic, max_dense_dim: int) -> tuple[tuple[Block, ...], Structure]:
+
+def make_structure(
+    symbolic: Symbolic, max_dense_dim: int, parts: Mapping[str, tuple[Part, ...]]
+) -> tuple[tuple[Block, ...], Structure]:
     """Blocks and structure for the latents of a symbolic run."""
     blocks: list[Block] = []
-    gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim)
+    gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim, parts)
     by_first = {g.sites[0]: g for g in gaussian}
     chain = {c.sites[0]: c for c in chains(symbolic.latents, symbolic.factors)}
-    covered = {s for g in (*gaussian, *chain.values()) for s in g.sites}
+    covered = {s for g in gaussian for s in g.sites} | {s for c in chain.values() for s in c.sites}
     for name, latent in symbolic.latents.items():
         if name in by_first:
             g = by_first[name]
+            size = g.layout.size
             blocks.append(
-                Block(_label(g.sites), g.sites, GAUSSIAN, g.layout, g.reason, g.layout.size)
+                Block(_label(g.sites), g.sites, GAUSSIAN, g.layout, g.reason, size, g.placement)
             )
         elif name in chain:
             sites = chain[name].sites
             size = sum(symbolic.latents[s].value.numel() for s in sites)
             reason = "neighbours joined by a factor: forward-backward"
-            blocks.append(Block(_label(sites), sites, MARKOV_CHAIN, None, reason, size))
+            place = _placement(MARKOV_CHAIN, parts.get(name))
+            blocks.append(Block(_label(sites), sites, MARKOV_CHAIN, None, reason, size, place))
         elif name not in covered:
             size = latent.value.numel()
-            blocks.append(Block(name, (name,), latent.family, None, "one per site", size))
+            place = _placement(latent.family, parts.get(name))
+            blocks.append(Block(name, (name,), latent.family, None, "one per site", size, place))
     # Discrete blocks last: they start from random responsibilities, which break symmetry only when
     # the continuous blocks look at them first.
     blocks.sort(key=lambda b: symbolic.latents[b.sites[0]].enum_dim is not None)
-    structure = Structure(
-        {n: latent.family for n, latent in symbolic.latents.items()},
+    return tuple(blocks), _structure(symbolic.latents, blocks)
+
+
+def _placement(family: AbstractFamily, parts: tuple[Part, ...] | None) -> FamilyPlacement | None:
+    return FamilyPlacement(parts, family.event_dims) if parts else None
+
+
+def _structure(latents: Mapping[str, Latent], blocks: Sequence[Block]) -> Structure:
+    return Structure(
+        {n: latent.family for n, latent in latents.items()},
         {s: b.name for b in blocks for s in b.sites},
         {b.name: b.layout for b in blocks if b.layout is not None},
     )
-    return tuple(blocks), structure
 
 
 def _label(sites: tuple[str, ...]) -> str:
@@ -239,7 +296,9 @@ def compile_factors(
     by_site = {s: b for b in blocks for s in b.sites}
     order = {n: i for i, n in enumerate(symbolic.latents)}
     result = []
-    groups = alike(symbolic.factors, by_site, symbolic.latents) if stacked else [[f] for f in symbolic.factors]
+    groups = [[f] for f in symbolic.factors]
+    if stacked:
+        groups = alike(symbolic.factors, by_site, symbolic.latents)
     for group in groups:
         one = stack(group)
         expectation = compile_expectation(one.expression, structure, learn_constants=learns)
@@ -281,6 +340,7 @@ def _compiled(
         how,
         tuple(edges),
         one.observed,
+        one.plates,
     )
 
 
@@ -316,12 +376,21 @@ def make_plan(
     max_dense_dim: int,
     previous: Plan | None = None,
     *,
+    parts: Mapping[str, tuple[Part, ...]] | None = None,
     stochastic: bool = False,
     learns: bool = False,
 ) -> Plan:
-    """Compile a plan; the blocks of `previous` are kept (its posterior lives in them)."""
+    """Compile a plan; the blocks of `previous` are kept (its posterior lives in them).
+
+    `parts` names the subsampled plates around each latent.
+    """
+    parts = parts or {}
     if previous is None:
-        blocks, structure = make_structure(symbolic, max_dense_dim)
+        blocks, structure = make_structure(symbolic, max_dense_dim, parts)
+    elif any(parts.values()):
+        sizes = {p.name: p.size for ps in parts.values() for p in ps}
+        blocks = tuple(b.sized(sizes) for b in previous.blocks)
+        structure = _structure(symbolic.latents, blocks)
     else:
         blocks, structure = previous.blocks, previous.structure.fresh()
     factors = compile_factors(symbolic, blocks, structure)

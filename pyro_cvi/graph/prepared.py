@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro
@@ -20,7 +20,7 @@ from pyro_cvi.graph.check import (
     fingerprint,
     opaque_sites,
 )
-from pyro_cvi.graph.discrete import check_branches, with_dims
+from pyro_cvi.graph.discrete import Dependence, check_branches, with_dims
 from pyro_cvi.graph.pins import pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
@@ -33,7 +33,8 @@ from pyro_cvi.graph.symbolic import (
     plain_trace,
     subsample_values,
 )
-from pyro_cvi.graph.validation import check_batch, check_data, check_plates, check_same_sites
+from pyro_cvi.graph.validation import check_batch, check_data, check_same_sites
+from pyro_cvi.graph.windows import Part, Window, whole_latent
 
 __all__ = ["Prepared", "prepare"]
 
@@ -45,7 +46,11 @@ _SHRINK = (0.1, 0.01)
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """The plan for one model and one set of arguments."""
+    """The plan for one model and one set of arguments.
+
+    `parts` are the plates that hold some of their elements, `window` the elements; `given` names the
+    plates whose indices came with the model. `age` counts the analyses of a subsampled model.
+    """
 
     plan: Plan
     nesting: int
@@ -54,6 +59,16 @@ class Prepared:
     fingerprint: tuple[Any, ...]
     trace: poutine.Trace
     parameters: Mapping[str, Tensor]
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    window: Window = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    depends: Dependence | None = None
+    age: int = 0
+
+    @property
+    def has_local(self) -> bool:
+        """Whether some latents are seen through a window."""
+        return any(b.placement is not None for b in self.plan.blocks)
 
     def still_holds(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """One plain run at the check's point: same sites, same densities, hence the same plan."""
@@ -78,9 +93,16 @@ def prepare(
     kwargs: dict[str, Any],
     max_dense_dim: int,
     previous: Prepared | None = None,
+    *,
+    chosen: Window | None = None,
+    chunk: Mapping[str, tuple[int, Tensor]] | None = None,
 ) -> Prepared:
-    """Trace, analyse, compile and check the model; reuse the blocks of a previous plan."""
-    trace = _first_run(model, args, kwargs)
+    """Trace, analyse, compile and check the model; reuse the blocks of a previous plan.
+
+    `chosen` are the elements for plates that would draw theirs. With `chunk` (plate: full size and
+    elements) the arguments are a part of larger data.
+    """
+    trace = _first_run(model, args, kwargs, chosen)
     latents, nesting = describe_latents(trace)
     if not latents:
         raise CVIError(
@@ -91,14 +113,27 @@ def prepare(
                 "remove obs= or poutine.condition from the sites to infer",
             )
         )
+    parts = _parts(trace, chunk or {})
+    around = {n: _parts_around(x, parts) for n, x in latents.items()}
     if previous is not None:
-        check_same_sites(previous.plan.latents, latents)
-    check_plates(latents, trace)
+        now = {n: whole_latent(x, around[n]) for n, x in latents.items()}
+        check_same_sites(previous.plan.whole.latents, now)
+    indices = subsample_values(trace)
+    window = {n: indices[n] if n in indices else (chunk or {})[n][1] for n in parts}
+    call = Call(model, args, kwargs, latents, nesting, indices)
     names = [n for n, s in trace.nodes.items() if is_factor_site(s)]
-    call = with_dims(Call(model, args, kwargs, latents, nesting, subsample_values(trace)), names)
+    call = with_dims(call, names, None if previous is None else previous.depends)
     latents = dict(call.latents)
-    symbolic, point = _verified(call)
-    plan = _planned(symbolic, trace, max_dense_dim, None if previous is None else previous.plan)
+    age = 0 if previous is None or not parts else previous.age + 1
+    if age & (age - 1) == 0:
+        symbolic, point = _verified(call)
+    else:  # a minibatch like those before it: they were checked
+        symbolic, point = _run(call), {n: x.value for n, x in latents.items()}
+    old = None if previous is None else previous.plan
+    plan = _planned(symbolic, trace, max_dense_dim, around, old)
+    found = (_parameters(trace), parts, window, trace.given, call.depends, age)
+    if plan.stochastic or plan.learns:  # analysed afresh at each step
+        return Prepared(plan, nesting, indices, {}, (), trace, *found)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
     point = {n: _towards_mean(latents[n], v, _SHRINK[0]) for n, v in point.items()}
     near = call.plain(point)
@@ -109,21 +144,49 @@ def prepare(
         {**point, **call.subsample},
         fingerprint(near, factor_values(near)),
         trace,
-        _parameters(trace),
+        *found,
     )
 
 
+def _parts(trace: poutine.Trace, chunk: Mapping[str, tuple[int, Tensor]]) -> dict[str, Part]:
+    """The plates that hold some of their elements."""
+    found = {}
+    for site in trace.nodes.values():
+        if not is_factor_site(site):
+            continue
+        for f in site["cond_indep_stack"]:
+            if f.dim is None:
+                continue
+            full = f.size if f.full_size is None else f.full_size
+            if full != f.size and full > 0:
+                found[f.name] = Part(f.name, f.dim, f.size, full)
+            elif f.name in chunk:
+                found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], subsampled=False)
+    return found
+
+
+def _parts_around(latent: Latent, parts: Mapping[str, Part]) -> tuple[Part, ...]:
+    around = [parts[name] for name, *_ in latent.plates if name in parts]
+    return tuple(sorted(around, key=lambda p: p.dim))
+
+
 def _planned(
-    symbolic: Symbolic, trace: poutine.Trace, max_dense_dim: int, previous: Plan | None
+    symbolic: Symbolic,
+    trace: poutine.Trace,
+    max_dense_dim: int,
+    around: Mapping[str, tuple[Part, ...]],
+    previous: Plan | None,
 ) -> Plan:
     """The plan, with masked cells that nothing informs pinned to their prior."""
-    stochastic, learns = _is_subsampled(trace), bool(_parameters(trace))
-    plan = make_plan(symbolic, max_dense_dim, previous, stochastic=stochastic, learns=learns)
+    options: dict[str, Any] = {
+        "parts": around, "stochastic": _is_subsampled(trace), "learns": bool(_parameters(trace))
+    }  # fmt: skip
+    plan = make_plan(symbolic, max_dense_dim, previous, **options)
     pins = pin_factors(plan, trace)
     if not pins:
         return plan
     pinned = replace(symbolic, factors=[*symbolic.factors, *pins])
-    return make_plan(pinned, max_dense_dim, previous, stochastic=stochastic, learns=learns)
+    return make_plan(pinned, max_dense_dim, previous, **options)
 
 
 def _verified(call: Call) -> tuple[Symbolic, Values]:
@@ -173,10 +236,12 @@ def _parameters(trace: poutine.Trace) -> dict[str, Tensor]:
     return found
 
 
-def _first_run(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
+def _first_run(
+    model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window | None
+) -> poutine.Trace:
     """An ordinary run; what torch says about dtypes and shapes is given a site and a remedy."""
     try:
-        trace = plain_trace(model, args, kwargs, {})
+        trace = plain_trace(model, args, kwargs, {}, chosen)
         check_data(trace)
         factor_values(trace)
         return trace
@@ -238,7 +303,7 @@ def _towards_mean(latent: Latent, value: Tensor, shrink: float) -> Tensor:
         return value
     try:
         mean = latent.prior.mean
-    except (NotImplementedError, AttributeError):
+    except (NotImplementedError, AttributeError, RuntimeError):  # a Wishart of one df and a batch
         return value
     moved = mean + shrink * (value - mean)
     return torch.where(moved.isfinite(), moved, value)

@@ -112,9 +112,9 @@ class Sampler:
             result.parameters.append(torch.zeros_like(p) if mean is None else mean)
         if gradient:
             for b in self.plan.blocks:
-                result.messages[b.name] = self._combine(
-                    b, evaluator.beliefs[b.name], draws, values, grads, control.get(b.name)
-                )
+                held = None if b.placement is not None else control.get(b.name)
+                found = self._combine(b, evaluator.beliefs[b.name], draws, values, grads, held)
+                result.messages[b.name] = [None if g is None else g / b.scale for g in found]
         return result
 
     def estimate_at(

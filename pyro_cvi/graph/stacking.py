@@ -60,7 +60,7 @@ def _key(f: Factor, by_site: Mapping[str, Any], latents: Mapping[str, Latent]) -
         discrete.append((block.name, dims, None if block.is_chain else sites))
     w = f.weight
     kind = (tuple(w.shape), w.dtype, w.device) if isinstance(w, Tensor) else w
-    return form, tuple(discrete), kind, f.observed
+    return form, tuple(discrete), kind, f.observed, f.plates
 
 
 def _form(e: Expression) -> Any:

@@ -68,7 +68,7 @@ class Factor:
     """One log-density term of the joint: log p of a sample site, with its scale and mask as weight.
 
     `enumerated` lists the discrete sites along whose dims `expression` varies. `forced` maps sites
-    whose value left the algebra before this factor to the reason.
+    whose value left the algebra before this factor to the reason. `plates` names those around it.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Factor:
     observed: bool
     forced: Mapping[str, str] = field(default_factory=dict)
     position: int = 0
+    plates: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,17 +95,31 @@ class Symbolic:
 class _Prior(Messenger):
     """Replay given values at latent and subsample sites."""
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor], chosen: Mapping[str, Tensor] | None = None
+    ) -> None:
         super().__init__()
-        self.values = values
+        self.values, self.chosen = values, chosen or {}
+        self.given: set[str] = set()
         self.last: str | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
             self.last = msg["name"]
+        elif msg["value"] is not None:  # plate(..., subsample=indices)
+            self.given.add(msg["name"])
+        elif _fits(self.chosen.get(msg["name"]), msg["fn"]):
+            msg["value"], msg["done"] = self.chosen[msg["name"]], True
         if msg["name"] in self.values and (not msg["is_observed"] or site_is_subsample(msg)):
             msg["value"] = self.values[msg["name"]]
             msg["done"] = True
+
+
+def _fits(chosen: Tensor | None, fn: Any) -> bool:
+    """Whether indices are as many as a plate will hold, out of its range."""
+    if chosen is None:
+        return False
+    return bool(len(chosen) == fn.subsample_size and int(chosen.max()) < fn.size)
 
 
 class _Symbols(Messenger):
@@ -158,13 +173,23 @@ def _enumerated_value(latent: Latent) -> Tensor:
 
 
 def plain_trace(
-    model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], values: Mapping[str, Tensor]
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    values: Mapping[str, Tensor],
+    chosen: Mapping[str, Tensor] | None = None,
 ) -> poutine.Trace:
-    """One ordinary run with some site values given; hidden from handlers outside."""
-    seen = _Prior(values)
+    """One ordinary run with some site values given; hidden from handlers outside.
+
+    `chosen` are indices for plates that would draw theirs. The trace's `given` attribute names the
+    plates whose indices came from the model.
+    """
+    seen = _Prior(values, chosen)
     try:
         with poutine.block(), seen:
-            return poutine.trace(model).get_trace(*args, **kwargs)
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+            trace.given = frozenset(seen.given)
+            return trace
     except Exception as error:
         error.last_site = seen.last  # type: ignore[attr-defined]
         raise
@@ -236,6 +261,8 @@ def _kind(support: Any) -> str:
         return "positive" if bool(torch.as_tensor(support.lower_bound >= 0).all()) else "other"
     if support is constraints.simplex:
         return "simplex"
+    if support is constraints.positive_definite:
+        return "positive_definite"
     if isinstance(support, constraints.interval):
         low, high = torch.as_tensor(support.lower_bound), torch.as_tensor(support.upper_bound)
         return "unit" if bool((low == 0).all()) and bool((high == 1).all()) else "other"
@@ -268,8 +295,8 @@ def _no_family(name: str, fn: Any) -> str:
     return message(
         f"latent site '{name}'",
         f"a {core} prior, for which this version has no posterior family",
-        "Normal, MultivariateNormal, Gamma, Exponential, Chi2, InverseGamma, Beta, Dirichlet, or a "
-        "discrete distribution with finite support",
+        "Normal, MultivariateNormal, Gamma, Exponential, Chi2, InverseGamma, Beta, Dirichlet, Wishart, "
+        "or a discrete distribution with finite support",
         remedy,
     )
 
@@ -374,7 +401,8 @@ def _factor(
             or (n == name and latent.support is not None and len(latent.support) == 1)
         )
     )
-    return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position)
+    plates = frozenset(f.name for f in site["cond_indep_stack"])
+    return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position, plates)
 
 
 def _sites_of_density(site: Any) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.symbolic import Latent, is_factor_site
 
-__all__ = ["check_batch", "check_data", "check_plates", "check_same_sites"]
+__all__ = ["check_batch", "check_data", "check_same_sites"]
 
 
 def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
@@ -95,19 +95,3 @@ def check_batch(trace: poutine.Trace, values: Mapping[str, Tensor]) -> None:
                     f".to_event({-extra[0]}) to its distribution",
                 )
             )
-
-
-def check_plates(latents: Mapping[str, Latent], trace: poutine.Trace) -> None:
-    """No latent stands in a plate that holds part of its elements at a time."""
-    for name in latents:
-        for frame in trace.nodes[name]["cond_indep_stack"]:
-            plate, size, full = frame.name, frame.size, frame.full_size
-            if full is not None and size != full:
-                raise CVIError(
-                    message(
-                        f"latent site '{name}'",
-                        f"it lives in plate '{plate}', which holds {size} of {full} elements at a time",
-                        "subsampled plates around observed sites only, in this version",
-                        "run on all elements at once, or marginalise the local site",
-                    )
-                )

@@ -1,0 +1,406 @@
+"""One sweep over the blocks of a plan: what each block's step is, and whether it is taken.
+
+- Exact messages: rho = 1, the block's optimum given the rest.
+- Quadrature: rho = 1, halved until the ELBO rises by KL(q || q') / rho, as a mirror step must.
+- Sampled: Robbins-Monro steps, undone where they clearly lose.
+- Minibatches: the local blocks take their steps first; then the others take rho = 1 with the messages of
+  all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone.
+
+References: M. E. Khan, W. Lin (2017), arXiv 1703.04265, algorithms 1 and 2; M. D. Hoffman et al. (2013),
+Stochastic variational inference, JMLR 14, for the order of local and global steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.prepared import Prepared
+from pyro_cvi.graph.sampling import Sampler
+from pyro_cvi.graph.stored import Batches, SiteMessages
+from pyro_cvi.start import start
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
+
+__all__ = ["Sweeper"]
+
+_HALVINGS = 40
+_NARROWINGS = 8
+_SHAKE = 0.1
+"""Standard deviation of the noise in the logits of an annealed fit."""
+_ROUNDING = 1e4
+"""How many units of rounding of its parts the bound may lose in an exact step."""
+_SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
+_MOST_ROUNDS = 20
+"""Rounds over the local blocks of a minibatch, where there is more than one."""
+_SETTLED = 1e-4
+"""Nats per element of the plate below which local blocks have settled."""
+_DAMPED = 0.5
+"""Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
+
+Gradient = list[Tensor | None]
+
+
+class Sweeper:
+    """The steps of a fit and what they remember of each other: step sizes, controls, site messages.
+
+    Arguments:
+        minibatch: "stored" keeps each batch's messages where they fit into memory, "stochastic" never.
+        delay, forget: of the stochastic rule, rho_t = (t + delay)^-forget for t = 0, 1, ...
+    """
+
+    def __init__(self, minibatch: str, delay: float, forget: float) -> None:
+        self.minibatch, self.delay, self.forget = minibatch, delay, forget
+        self.time = 0
+        self.temperature = 1.0
+        self.seeded = True
+        self.counts: dict[str, Step] = {}
+        self.control: dict[str, tuple[Tensor, ...]] = {}
+        self.sampled_value = 0.0
+        self._rho: dict[str, float] = {}
+        self._rate = 0.5
+        self._memory: SiteMessages | None = None
+        self._batches: dict[str, Batches] = {}
+
+    # --- minibatches -------------------------------------------------------------------------------
+
+    def chosen(self, before: Prepared | None) -> dict[str, Tensor]:
+        """The elements that subsampled plates should see next; none for plates not met before."""
+        parts = {} if before is None else before.parts
+        return {n: b.next(parts[n].size) for n, b in self._batches.items() if n in parts}
+
+    def done(self, prepared: Prepared) -> None:
+        """A step was taken: count it, and go on to the next batch."""
+        self.time += 1
+        for name, part in prepared.parts.items():
+            if name not in prepared.given and part.subsampled:
+                if name not in self._batches:
+                    self._batches[name] = Batches(part.full, prepared.window[name])
+                self._batches[name].done(part.size)
+
+    def undo(self, control: dict[str, tuple[Tensor, ...]]) -> None:
+        """Forget a step that failed."""
+        self.control = control
+        if self._memory is not None:
+            self._memory.undo()
+
+    # --- a sweep -----------------------------------------------------------------------------------
+
+    def sweep(
+        self, evaluator: Evaluator, prepared: Prepared, sampler: Callable[[], Sampler], fitted: bool
+    ) -> None:
+        """Move every block once; `fitted` says that the posterior comes from an earlier fit."""
+        plan = prepared.plan
+        self.sampled_value = 0.0
+        evaluator.temperature = self.temperature
+        noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
+        if self.time == 0 and not fitted and not noisy and self.seeded:
+            start(evaluator, self.deterministic)
+        if self.temperature > 1:
+            _shake(evaluator)
+        if plan.stochastic:
+            self._minibatch(evaluator, prepared, noisy, fitted)
+        else:
+            for block in plan.blocks:
+                if block.size and block.name not in noisy:
+                    self.deterministic(evaluator, block)
+        if noisy:
+            self._sampled(evaluator, sampler(), noisy)
+
+    def deterministic(self, evaluator: Evaluator, block: Block) -> None:
+        """The step of a block with exact messages or quadrature."""
+        if evaluator.plan.is_exact(block):
+            self._exact(evaluator, block)
+        else:
+            self._searched(evaluator, block)
+
+    def settle(self, evaluator: Evaluator, noisy: frozenset[str] = frozenset()) -> None:
+        """Bring the local blocks to their optimum given the others."""
+        plan = evaluator.plan
+        local = [b for b in plan.blocks if b.placement and b.size and b.name not in noisy]
+        once = len(local) == 1 and plan.is_exact(local[0])
+        for _ in range(1 if once else _MOST_ROUNDS):
+            moved = 0.0
+            for block in local:
+                old = evaluator.beliefs[block.name]
+                self.deterministic(evaluator, block)
+                new = evaluator.beliefs[block.name]
+                if not once and new is not old:
+                    moved = max(moved, float(old.kl(new)) / _elements(block))
+            if moved < _SETTLED:
+                return
+
+    def _minibatch(
+        self, evaluator: Evaluator, prepared: Prepared, noisy: frozenset[str], fitted: bool
+    ) -> None:
+        plan = prepared.plan
+        outer = [b for b in plan.blocks if not b.placement and b.size and b.name not in noisy]
+        memory = self._memory_for(prepared, outer, fitted)
+        if memory is not None:
+            memory.begin(prepared.window[_only(prepared)])
+        if self.time == 0 and not fitted and _is_symmetric(plan):
+            # The start of a discrete site breaks the symmetry of a mixture only if the others look at
+            # it before it moves.
+            for block in outer:
+                self._global(evaluator, block, memory, prepared, 1.0)
+        self.settle(evaluator, noisy)
+        for block in outer:
+            self._global(evaluator, block, memory, prepared, self.rate)
+
+    @property
+    def rate(self) -> float:
+        """rho_t of the stochastic rule."""
+        return min(1.0, (self.time + self.delay) ** -self.forget)
+
+    def _memory_for(
+        self, prepared: Prepared, outer: list[Block], fitted: bool
+    ) -> SiteMessages | None:
+        parts = [p for p in prepared.parts.values() if p.subsampled]
+        if self.minibatch != "stored" or len(parts) != 1:
+            return None
+        (part,) = parts
+        if self._memory is None:
+            self._memory = SiteMessages(part.full, fitted=fitted)
+        scalars = sum(_message_size(b) for b in outer)
+        return self._memory if self._memory.fits(scalars, part.size) else None
+
+    def _global(
+        self,
+        evaluator: Evaluator,
+        block: Block,
+        memory: SiteMessages | None,
+        prepared: Prepared,
+        rate: float,
+    ) -> None:
+        """The step of a block outside of the subsampled plates."""
+        if memory is None:
+            self.noisy(evaluator, block, None, rate)
+            return
+        plate = _only(prepared)
+        scale = prepared.parts[plate].scale
+        belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
+        whole, inside = evaluator.message(block), evaluator.message(block, plate)
+        batch = tuple(_filled(g, like) / scale for g, like in zip(inside, leaves, strict=True))
+        rest = tuple(
+            _filled(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
+        )
+        gradient = memory.put(block.name, belief, batch, rest)
+        rho = 1.0 if evaluator.plan.is_exact(block) else _DAMPED
+        self._take(evaluator, block, list(gradient), rho)
+
+    # --- one block ---------------------------------------------------------------------------------
+
+    def _exact(self, evaluator: Evaluator, block: Block) -> None:
+        belief, step = evaluator.beliefs[block.name].moved(evaluator.message(block), 1.0)
+        if step.improper:
+            raise CVIError(
+                message(
+                    f"block '{block.name}'",
+                    "its conditional posterior is improper (a likelihood and prior that do not "
+                    "determine it)",
+                    "a proper prior on every latent",
+                    "give the site a proper prior, or remove the mask on it",
+                )
+            )
+        self._checked(evaluator, block, belief)
+
+    def _checked(self, evaluator: Evaluator, block: Block, belief: Belief) -> None:
+        """Take an exact step, which cannot lower the bound: if it does, some factor is at fault."""
+        name = block.name
+        old, factors = evaluator.beliefs[name], evaluator.factors(block)
+        values = [float(evaluator.factor(f).detach()) for f in factors]
+        before = float(evaluator.local(block))
+        evaluator.set(name, belief)
+        after = float(evaluator.local(block))
+        size = sum(abs(v) for v in values) + abs(before) + 1
+        if before - after <= _ROUNDING * torch.finfo(old.tensors[0].dtype).eps * size:
+            return
+        faulty = factors[0].name
+        worst = -math.inf
+        slopes = [evaluator.slope(f, name, old) for f in factors]
+        for f, v, slope in zip(factors, values, slopes, strict=True):
+            wrong = abs(float(evaluator.factor(f).detach()) - v - slope)
+            if wrong > worst:
+                faulty, worst = f.name, wrong
+        raise CVIError(
+            message(
+                f"factor '{faulty}'",
+                f"the exact step of block '{name}' lowered the ELBO by {before - after:.3g}; of all its "
+                "factors, this one is the furthest from what its message says",
+                "a density that is affine in the block's sufficient statistics",
+                "this is a defect of pyro_cvi or of a density rule: please report it with the model",
+            )
+        )
+
+    def _searched(self, evaluator: Evaluator, block: Block) -> None:
+        """Mirror step with the acceptance test: rise of the ELBO >= KL(q || q') / rho."""
+        name = block.name
+        old, leaves = evaluator.beliefs[name], evaluator.leaves[name]
+        version = evaluator.version(name)
+        before = evaluator.local(block)
+        gradient = evaluator.message(block)
+        cache = evaluator.forget(evaluator.plan.factors_of(name))
+        slack = _SLACK.get(before.dtype, 1e-6) * float(before.abs() + 1)
+        rho = self._rho.get(name, 1.0)
+        for _ in range(_HALVINGS):
+            belief, step = old.moved(gradient, rho)
+            if belief.is_finite():
+                evaluator.set(name, belief)
+                rise = float(evaluator.local(block) - before)
+                if rise >= evaluator.weight_of(block) * float(old.kl(belief)) / rho - slack:
+                    self._count(name, step)
+                    self._rho[name] = min(1.0, 2 * rho)
+                    return
+                evaluator.restore(name, old, leaves, version, cache)
+            rho /= 2
+        self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
+
+    def noisy(
+        self, evaluator: Evaluator, block: Block, sampled: Gradient | None, rho: float
+    ) -> None:
+        """A step of size rho, untested; `sampled` is the part of the message from draws."""
+        belief = evaluator.beliefs[block.name]
+        gradient = evaluator.message(block)
+        if sampled is not None:
+            sampled = [None if g is None else g / evaluator.temperature for g in sampled]
+            gradient = [_sum(a, b) for a, b in zip(gradient, sampled, strict=True)]
+            if isinstance(belief, GaussianBelief) and sampled[0] is not None:
+                self._keep_control(block.name, belief, sampled, rho)
+        self._take(evaluator, block, gradient, rho)
+
+    def _take(self, evaluator: Evaluator, block: Block, gradient: Gradient, rho: float) -> None:
+        moved, step = evaluator.beliefs[block.name].moved(gradient, rho)
+        if moved.is_finite():
+            evaluator.set(block.name, moved)
+            self._count(block.name, step)
+
+    def _keep_control(
+        self, name: str, belief: GaussianBelief, sampled: Gradient, rho: float
+    ) -> None:
+        g_loc, g_cov = sampled
+        assert g_loc is not None and g_cov is not None
+        new = (g_loc - 2 * (g_cov @ belief.loc.unsqueeze(-1)).squeeze(-1), g_cov)
+        old = self.control.get(name)
+        if old is not None:
+            new = tuple(o + rho * (n - o) for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
+        self.control[name] = new
+
+    def _count(self, name: str, step: Step) -> None:
+        old = self.counts.get(name, Step())
+        self.counts[name] = Step(
+            old.improper + step.improper,
+            old.shortened + step.shortened,
+            old.retracted + step.retracted,
+        )
+
+    # --- sampled factors ---------------------------------------------------------------------------
+
+    def _sampled(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
+        """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
+
+        The ELBO before and after is compared on common random numbers; a fall of more than two
+        standard errors means the step was too long for the noise of its gradient.
+        """
+        seed = int(torch.randint(2**31, ()))
+        plan, old = evaluator.plan, dict(evaluator.beliefs)
+        before = sampler.estimate(evaluator, self.control, seed=seed)
+        exact = evaluator.elbo()
+        rho = self._rate * (1 + self.time / 20) ** -0.7
+        controls = dict(self.control)
+        for block in plan.blocks:
+            if block.name in noisy and block.size:
+                self.noisy(evaluator, block, before.messages.get(block.name), rho)
+        after = sampler.estimate(evaluator, self.control, gradient=False, seed=seed + 1)
+        again = sampler.estimate_at(old, evaluator, seed=seed + 1)
+        change = torch.tensor(after.values) - torch.tensor(again.values)
+        gain = evaluator.elbo() - exact + float(change.mean())
+        error = float(change.std()) / math.sqrt(len(after.values))
+        if not gain >= -2 * error:
+            for name in noisy:
+                evaluator.set(name, old[name])
+            self.control = controls
+            self._rate = max(self._rate / 2, 1e-4)
+            self.sampled_value = again.value
+        else:
+            self._rate = min(1.0, self._rate * 1.2)
+            self.sampled_value = after.value
+
+    # --- the start ---------------------------------------------------------------------------------
+
+    def narrow(self, evaluator: Evaluator) -> None:
+        """Narrow the start where exp overflows under its spread, or nearly does.
+
+        Nearly: E exp(f) = exp(m + v/2) may be finite and beyond any use, as Newton's steps undo about
+        one nat of it each. The bound itself says which of two starts is better.
+        """
+        if self.time > 0:
+            return
+        explosive = any("E exp" in h.reason for f in evaluator.plan.factors for h in f.how.values())
+        elbo = evaluator.elbo()
+        for _ in range(_NARROWINGS):
+            finite = math.isfinite(elbo)
+            if finite and not explosive:
+                return
+            kept = dict(evaluator.beliefs)
+            for name, b in kept.items():
+                if isinstance(b, GaussianBelief):
+                    evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))
+            narrower = evaluator.elbo()
+            if finite and not narrower > elbo:
+                for name, b in kept.items():
+                    evaluator.set(name, b)
+                return
+            elbo = narrower
+
+
+def _shake(evaluator: Evaluator) -> None:
+    """Disturb the discrete blocks a little: hot, all components are one, and must be able to part."""
+    for block in evaluator.plan.blocks:
+        belief = evaluator.beliefs[block.name]
+        discrete = evaluator.plan.latents[block.sites[0]].support is not None
+        if discrete and isinstance(belief, FamilyBelief):
+            states, *others = belief.natural
+            moved = states.log_softmax(-1) + _SHAKE * torch.randn_like(states)
+            evaluator.set(block.name, FamilyBelief(belief.family, (moved, *others)))
+
+
+def _only(prepared: Prepared) -> str:
+    (part,) = (p for p in prepared.parts.values() if p.subsampled)
+    return part.name
+
+
+def _is_symmetric(plan: Plan) -> bool:
+    """Whether a local discrete site could stand for components that are alike at the start."""
+    return any(b.placement and plan.latents[b.sites[0]].enum_dim is not None for b in plan.blocks)
+
+
+def _elements(block: Block) -> int:
+    assert block.placement is not None
+    return math.prod(max(p.size, 1) for p in block.placement.parts)
+
+
+def _message_size(block: Block) -> int:
+    """Scalars of one message to a block."""
+    if block.layout is not None:
+        return block.layout.count * block.layout.width * (block.layout.width + 1)
+    return len(block.family.statistics) * block.size
+
+
+def _filled(g: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if g is None else g
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+def kl_of(old: dict[str, Belief], new: dict[str, Belief]) -> float:
+    """KL(before || after) of a step, in nats."""
+    return sum(float(b.kl(new[n])) for n, b in old.items() if new[n] is not b)
