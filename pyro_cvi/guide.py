@@ -29,7 +29,7 @@ from pyro_cvi.families.quantiles import quantile
 from pyro_cvi.graph.initial import initial_belief, initial_beliefs
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
-from pyro_cvi.graph.sampling import draw
+from pyro_cvi.graph.sampling import draw, scatter
 from pyro_cvi.graph.symbolic import Latent, plain_trace, subsample_values
 from pyro_cvi.graph.windows import Part, Window, whole_latent
 from pyro_cvi.linalg import broadcast_shapes
@@ -332,6 +332,35 @@ class AutoCVI(AutoGuide):
     def prepared(self) -> Prepared | None:
         """The last analysis of the model, if it has seen data."""
         return self._prepared
+
+    def adopt(self, prepared: Prepared, frames: Mapping[str, Any]) -> None:
+        """Take an analysis made elsewhere; `frames` are the plates with all their elements."""
+        if self._prepared is None:
+            for name, tensor in self._starting_buffers(prepared).items():
+                self.register_buffer(name, tensor.detach().clone().contiguous())
+            self.prototype_trace = prepared.trace
+            used = {name for x in prepared.plan.latents.values() for name, *_ in x.plates}
+            self._prototype_frames = {n: f for n, f in frames.items() if n in used}
+        self._prepared = prepared
+
+    def draw(self, sites: Sequence[str]) -> dict[str, Tensor]:
+        """One draw from the posterior of some sites, jointly within each block."""
+        result: dict[str, Tensor] = {}
+        for block in dict.fromkeys(self._block(s) for s in sites):
+            belief = self.belief(block)
+            if isinstance(belief, GaussianBelief):
+                result |= scatter(block, draw(block, belief))
+            elif block.is_chain:
+                raise CVIError(
+                    f"draw({sorted(block.sites)[:3]}): a chain is drawn by calling the guide"
+                )
+            else:
+                result[block.sites[0]] = self.posterior(block.sites[0]).sample()
+        return {s: result[s].to(self._whole.latents[s].value.dtype) for s in sites}
+
+    def block_of(self, site: str) -> Block:
+        """The posterior block that a site is in."""
+        return self._block(site)
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the posterior, for `restore`."""

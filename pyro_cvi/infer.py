@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.graph.sampling import Sampler
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.guide import AutoCVI
+from pyro_cvi.prediction import local_posteriors, log_predictive
 from pyro_cvi.sweep import Sweeper, kl_of
 
 __all__ = ["CVI", "RunResult"]
@@ -274,6 +275,70 @@ class CVI:
     def explain(self) -> Report:
         """What was done in each factor for each site, and why; print it."""
         return make_report(self.guide.plan, self._sweeper.counts)  # raises before the first step
+
+    # --- new data ----------------------------------------------------------------------------------
+
+    def local_posteriors(
+        self,
+        *args: Any,
+        plates: Sequence[str] | None = None,
+        chunk_size: int | None = None,
+        **kwargs: Any,
+    ) -> AutoCVI:
+        """A guide for new rows, of any number: q of the sites they share is the fitted one.
+
+        The local latents of the rows (states of a mixture, scores of a factor model, topics of a
+        document) are brought to their optimum. The guide that comes back is an ordinary one:
+        `posterior(site)`, `median`, sampling, `Predictive`.
+
+        Arguments:
+            plates: the plates of the new rows; those whose size differs from the fit, if not given.
+            chunk_size: rows at a time; tensors that have the rows along their first axis are cut.
+
+        Example:
+            >>> import pyro, torch, pyro.distributions as dist
+            >>> from pyro_cvi import CVI, AutoCVI
+            >>> def model(x):
+            ...     with pyro.plate("components", 2):
+            ...         mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+            ...     with pyro.plate("rows", len(x)):
+            ...         z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+            ...         pyro.sample("x", dist.Normal(mu[z], 1.0), obs=x)
+            >>> cvi = CVI(model, AutoCVI(model))
+            >>> result = cvi.run(torch.tensor([-5.0, -4.0, 5.0, 6.0]))
+            >>> new = cvi.local_posteriors(torch.tensor([-4.5, 4.5, 5.5]))
+            >>> state = new.posterior("z").probs.argmax(-1)
+            >>> bool(state[0] != state[1]), bool(state[1] == state[2])
+            (True, True)
+        """
+        with torch.enable_grad():
+            return local_posteriors(
+                self.model, self.guide, args, kwargs, plates=plates, chunk_size=chunk_size
+            )
+
+    def log_predictive(
+        self,
+        *args: Any,
+        plates: Sequence[str] | None = None,
+        num_samples: int = 100,
+        chunk_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """log p(row | data) of every held-out row, shape (rows,); the mean over rows is the usual score.
+
+        An average over draws of the fitted sites, with the local latents integrated out (see
+        `pyro_cvi.prediction`). Arguments as for `local_posteriors`.
+        """
+        with torch.enable_grad():
+            return log_predictive(
+                self.model,
+                self.guide,
+                args,
+                kwargs,
+                plates=plates,
+                num_samples=num_samples,
+                chunk_size=chunk_size,
+            )
 
     # --- helpers -----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ __all__ = [
     "precision_to_scale_tril",
     "solve_lower",
     "solve_precision",
+    "sum_to_dims",
     "symmetrise",
     "whiten",
 ]
@@ -34,6 +35,12 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
             if size != 1:
                 result[i] = size
     return tuple(result)
+
+
+def sum_to_dims(x: Tensor, dims: set[int]) -> Tensor:
+    """Sum over all axes but `dims` (negative); these stay, in order."""
+    others = [d for d in range(-x.ndim, 0) if d not in dims]
+    return x.sum(others) if others else x
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Sweeper:
         """A step was taken: count it, and go on to the next batch."""
         self.time += 1
         for name, part in prepared.parts.items():
-            if name not in prepared.given and part.subsampled:
+            if name not in prepared.given and part.scale != 1:
                 if name not in self._batches:
                     self._batches[name] = Batches(part.full, prepared.window[name])
                 self._batches[name].done(part.size)
@@ -119,12 +119,19 @@ class Sweeper:
         else:
             self._searched(evaluator, block)
 
-    def settle(self, evaluator: Evaluator, noisy: frozenset[str] = frozenset()) -> None:
+    def settle(
+        self,
+        evaluator: Evaluator,
+        noisy: frozenset[str] = frozenset(),
+        *,
+        rounds: int = _MOST_ROUNDS,
+        settled: float = _SETTLED,
+    ) -> None:
         """Bring the local blocks to their optimum given the others."""
         plan = evaluator.plan
         local = [b for b in plan.blocks if b.placement and b.size and b.name not in noisy]
         once = len(local) == 1 and plan.is_exact(local[0])
-        for _ in range(1 if once else _MOST_ROUNDS):
+        for _ in range(1 if once else rounds):
             moved = 0.0
             for block in local:
                 old = evaluator.beliefs[block.name]
@@ -132,7 +139,7 @@ class Sweeper:
                 new = evaluator.beliefs[block.name]
                 if not once and new is not old:
                     moved = max(moved, float(old.kl(new)) / _elements(block))
-            if moved < _SETTLED:
+            if moved < settled:
                 return
 
     def _minibatch(
@@ -160,7 +167,7 @@ class Sweeper:
     def _memory_for(
         self, prepared: Prepared, outer: list[Block], fitted: bool
     ) -> SiteMessages | None:
-        parts = [p for p in prepared.parts.values() if p.subsampled]
+        parts = [p for p in prepared.parts.values() if p.scale != 1]
         if self.minibatch != "stored" or len(parts) != 1:
             return None
         (part,) = parts
@@ -370,7 +377,7 @@ def _shake(evaluator: Evaluator) -> None:
 
 
 def _only(prepared: Prepared) -> str:
-    (part,) = (p for p in prepared.parts.values() if p.subsampled)
+    (part,) = (p for p in prepared.parts.values() if p.scale != 1)
     return part.name
 
 

@@ -105,8 +105,12 @@ class GaussianBelief(AbstractBelief):
         return self.loc.detach().requires_grad_(), self.cov.detach().requires_grad_()
 
     def entropy(self) -> Tensor:
+        return self.entropies().sum()
+
+    def entropies(self) -> Tensor:
+        """The entropy of every element, shape (B,)."""
         half_d = 0.5 * self.loc.shape[-1] * (1 + math.log(2 * math.pi))
-        return (half_d - log_diagonal_sum(self.factor)).sum()
+        return half_d - log_diagonal_sum(self.factor)
 
     def is_finite(self) -> bool:
         return bool(self.loc.isfinite().all()) and bool(self.precision.isfinite().all())

@@ -52,8 +52,10 @@ def operand_value(o: Operand, read: Reader) -> Tensor:
 
 
 def apply_statistic(stat: Stat, values: Tensor) -> Tensor:
-    """T(values) for one statistic."""
+    """T(values) for one statistic; the log-determinant is that of matrices (..., d, d)."""
     kind, power = stat.statistic
+    if kind == "logdet":
+        return torch.logdet(values)
     if kind == "log":
         return values.log()
     if kind == "log1m":
@@ -65,7 +67,9 @@ def point_reader(values: dict[str, Tensor]) -> Reader:
     """Read statistics of the given site values."""
 
     def read(stat: Stat) -> Tensor:
-        flat = values[stat.site.name].reshape(-1)
-        return apply_statistic(stat, flat[stat.index])
+        value = values[stat.site.name]
+        if stat.statistic.kind == "logdet":
+            return apply_statistic(stat, value.reshape(-1, *value.shape[-2:]))[stat.index]
+        return apply_statistic(stat, value.reshape(-1)[stat.index])
 
     return read

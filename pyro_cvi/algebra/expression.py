@@ -67,9 +67,9 @@ def fresh_label() -> int:
 class SiteRef:
     """A latent site as the algebra sees it: its name, shape and the kind of its support.
 
-    `kind` is "real", "positive", "unit", "simplex" or "other" and decides which statistics keep a closed
-    algebra: powers and logs of positive values, log(1 - x) on the unit interval, sums to one on the
-    simplex.
+    `kind` is "real", "positive", "unit", "simplex", "positive_definite" or "other" and decides which
+    statistics keep a closed algebra: powers and logs of positive values, log(1 - x) on the unit
+    interval, sums to one on the simplex, log-determinants of positive definite matrices.
     """
 
     name: str
@@ -84,7 +84,7 @@ class SiteRef:
 
 
 class Statistic(NamedTuple):
-    """z ** power, log(z) or log(1 - z) of one scalar of a site."""
+    """z ** power, log(z) or log(1 - z) of one scalar of a site, or log det of one of its matrices."""
 
     kind: str = "power"
     power: float = 1.0
@@ -92,12 +92,13 @@ class Statistic(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "power":
             return "z" if self.power == 1 else f"z^{self.power:g}"
-        return {"log": "log z", "log1m": "log(1 - z)"}[self.kind]
+        return {"log": "log z", "log1m": "log(1 - z)", "logdet": "log det z"}[self.kind]
 
 
 IDENTITY = Statistic()
 LOG = Statistic("log")
 LOG1M = Statistic("log1m")
+LOGDET = Statistic("logdet")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +122,10 @@ class Const:
 
 @dataclass(frozen=True, eq=False)
 class Stat:
-    """statistic(site.reshape(-1)[index]); `index.shape` follows `axes`."""
+    """statistic(site.reshape(-1)[index]); `index.shape` follows `axes`.
+
+    For log-determinants the index counts matrices: log det site.reshape(-1, d, d)[index].
+    """
 
     site: SiteRef
     statistic: Statistic

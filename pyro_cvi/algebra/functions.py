@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_cvi.algebra.expression import (
     LOG,
     LOG1M,
+    LOGDET,
     Const,
     Expression,
     Group,
@@ -36,7 +37,7 @@ from pyro_cvi.algebra.expression import (
 )
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["clamp_link", "exp", "link", "log", "log1p", "power", "sigmoid"]
+__all__ = ["clamp_link", "exp", "link", "log", "log1p", "logdet", "power", "sigmoid"]
 
 
 def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> Expression:
@@ -225,6 +226,56 @@ def _log1m(term: Term) -> Expression | None:
             link("logsigmoid", torch.nn.functional.logsigmoid, scale(o.arguments[0], -1.0)), o
         )
     return None
+
+
+def logdet(e: Expression) -> Expression | None:
+    """log det(c P) = d log c + log det P for whole matrices P of one positive definite site.
+
+    c is a product of positive factors that are scalars for each matrix. None for other matrices.
+    """
+    term = _monomial(e)
+    if term is None or term.coefficient <= 0 or e.ndim < 2:
+        return None
+    d = e.shape[-1]
+    whole = [o for o in term.operands if isinstance(o, Stat) and o.site.kind == "positive_definite"]
+    if len(whole) != 1 or e.shape[-2] != d:
+        return None
+    (matrix,) = whole
+    index = _matrix_index(matrix, d)
+    if index is None:
+        return None
+    axes = tuple(a + 2 for a in matrix.axes if a < -2)
+    determinant = _single(replace(matrix, statistic=LOGDET, index=index, axes=axes))
+    result = add(Expression(e.shape[:-2], d * math.log(term.coefficient)), determinant)
+    for o in term.operands:
+        if o is matrix:
+            continue
+        if any(a >= -2 for a in o.axes):
+            return None
+        part = _log_operand(replace(o, axes=tuple(a + 2 for a in o.axes)))
+        if part is None:
+            return None
+        result = add(result, scale(part, float(d)))
+    return expand(result, e.shape[:-2])
+
+
+def _matrix_index(o: Stat, d: int) -> Tensor | None:
+    """Which matrices of the site (*batch, d, d) an operand reads whole, or transposed."""
+    if o.statistic != Statistic() or o.site.shape[-2:] != (d, d):
+        return None
+    if d == 1:  # axes of size one have no label
+        return o.index
+    if not {-2, -1} <= set(o.axes):
+        return None
+    batch = [i for i, a in enumerate(o.axes) if a < -2]
+    index = o.index.permute([*batch, o.axes.index(-2), o.axes.index(-1)])
+    first = index[..., :1, :1]
+    cell = torch.arange(d * d, device=index.device).reshape(d, d)
+    if bool((first % (d * d) != 0).any()):
+        return None
+    if not (torch.equal(index, first + cell) or torch.equal(index, first + cell.mT)):
+        return None
+    return index[..., 0, 0] // (d * d)
 
 
 def log1p(e: Expression) -> Expression:

@@ -600,6 +600,25 @@ def _log(out: Tensor, x: Any) -> Expression:
     return fn.log(E(x))
 
 
+@register_rule("logdet")
+def _logdet(out: Tensor, x: Any) -> Expression | None:
+    return fn.logdet(E(x))
+
+
+@register_rule("slogdet", "linalg_slogdet")
+def _slogdet(out: Any, x: Any) -> tuple[Expression, Expression] | None:
+    """(1, log det P) of positive definite matrices."""
+    e = fn.logdet(E(x))
+    return None if e is None else (expand(Expression((), 1.0), e.shape), e)
+
+
+@register_rule("det", "linalg_det")
+def _det(out: Tensor, x: Any) -> Expression | None:
+    """exp(log det P): its log, and its powers, are what can be averaged."""
+    e = fn.logdet(E(x))
+    return None if e is None else fn.exp(e)
+
+
 @register_rule("log1p", "special_log1p")
 def _log1p(out: Tensor, x: Any) -> Expression:
     return fn.log1p(E(x))

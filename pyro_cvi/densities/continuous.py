@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.latent import LatentTensor, plain
 from pyro_cvi.densities.registry import density, x_log_y
+from pyro_cvi.linalg import inverse_precision
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -35,7 +36,16 @@ def log_normal(d: Any, x: Tensor) -> Tensor:
 
 @density(torch.distributions.MultivariateNormal)
 def multivariate_normal(d: Any, x: Tensor) -> Tensor:
-    """-1/2 |L^-1 (x - loc)|^2 - log |L| - n/2 log 2 pi: squares of whitened residuals."""
+    """-1/2 |L^-1 (x - loc)|^2 - log |L| - n/2 log 2 pi: squares of whitened residuals.
+
+    For a latent precision P it is -1/2 r^T P r + 1/2 log det P - n/2 log 2 pi with r = x - loc, which
+    is affine in (P, log det P).
+    """
+    if isinstance(d.__dict__.get("precision_matrix"), LatentTensor):
+        precision, residual = _as_given(d, d.precision_matrix), x - d.loc
+        quadratic = torch.einsum("...i,...ij,...j->...", residual, precision, residual)
+        constant = plain(precision).shape[-1] * _HALF_LOG_2PI
+        return 0.5 * torch.logdet(precision) - 0.5 * quadratic - constant
     factor = d._unbroadcasted_scale_tril
     n = plain(factor).shape[-1]
     eye = torch.eye(n, dtype=plain(factor).dtype, device=plain(factor).device)
@@ -43,6 +53,37 @@ def multivariate_normal(d: Any, x: Tensor) -> Tensor:
     residual = (whiten @ (x - d.loc).unsqueeze(-1)).squeeze(-1)
     log_det = torch.diagonal(factor, dim1=-2, dim2=-1).log().sum(-1)
     return -0.5 * residual.square().sum(-1) - log_det - n * _HALF_LOG_2PI
+
+
+def _as_given(d: Any, matrix: Tensor) -> Tensor:
+    """A matrix parameter without the batch dims that the distribution has expanded it by."""
+    shape = plain(d._unbroadcasted_scale_tril).shape
+    matrix = matrix[(0,) * (plain(matrix).ndim - len(shape))]
+    for dim, size in enumerate(shape[:-2]):
+        matrix = matrix.narrow(dim, 0, 1) if size == 1 else matrix
+    return matrix
+
+
+@density(torch.distributions.Wishart)
+def wishart(d: Any, x: Tensor) -> Tensor:
+    """(nu-n-1)/2 log det X - 1/2 tr(P X) + nu/2 log det P/2 - log Gamma_n(nu/2), with P = V^-1."""
+    n = d.event_shape[-1]
+    if isinstance(d.__dict__.get("precision_matrix"), LatentTensor):
+        precision = d.precision_matrix
+        log_det = torch.logdet(precision)
+    else:
+        factor = d._unbroadcasted_scale_tril
+        precision = inverse_precision(factor)
+        log_det = -2 * torch.diagonal(factor, dim1=-2, dim2=-1).log().sum(-1)
+    halves = torch.arange(n, dtype=plain(precision).dtype, device=plain(precision).device) / 2
+    log_gamma = torch.lgamma(0.5 * d.df.unsqueeze(-1) - halves).sum(-1)
+    return (
+        0.5 * (d.df - n - 1) * torch.logdet(x)
+        - 0.5 * (precision * x).sum((-2, -1))
+        + 0.5 * d.df * (log_det - n * math.log(2))
+        - log_gamma
+        - n * (n - 1) / 4 * math.log(math.pi)
+    )
 
 
 def _gamma(x: Tensor, concentration: Tensor, rate: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.functions import clamp_link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, plain
-from pyro_cvi.densities.registry import density, is_probs, x_log_y
+from pyro_cvi.densities.registry import density, is_probs, unexpanded, x_log_y
 from pyro_cvi.linalg import broadcast_shapes
 
 softplus = torch.nn.functional.softplus
@@ -72,10 +72,9 @@ def negative_binomial(d: Any, x: Tensor) -> Tensor:
 def _log_probs(d: Any) -> Tensor:
     """log of normalised probabilities over the last axis."""
     if is_probs(d):
-        p: Tensor = d.probs
+        p = unexpanded(d.probs)
         return p.log() if isinstance(p, LatentTensor) else _guarded(p).log()
-    logits: Tensor = d.logits
-    return logits
+    return unexpanded(d.logits)
 
 
 @density(torch.distributions.Categorical)

@@ -18,7 +18,7 @@ from pyro_cvi.algebra.functions import link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, latents_in, plain
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["density", "log_density", "registered_densities"]
+__all__ = ["density", "log_density", "plain_log_prob", "registered_densities", "unexpanded"]
 
 DensityRule = Callable[[Any, Tensor], Tensor]
 _RULES: dict[type, DensityRule] = {}
@@ -168,6 +168,29 @@ def _parameter_names(d: Any) -> tuple[str, ...] | None:
     except (TypeError, ValueError, OpaqueError):
         pass
     return None
+
+
+def unexpanded(x: Tensor) -> Tensor:
+    """The tensor with size one along axes that it only repeats.
+
+    A table `phi[z]` of enumerated topics in a plate of words repeats itself for every word.
+    """
+    for dim, (size, stride) in enumerate(zip(plain(x).shape, plain(x).stride(), strict=True)):
+        if size > 1 and stride == 0:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def plain_log_prob(d: Any, x: Tensor) -> Tensor:
+    """d.log_prob(x), without forming what a plate only repeats."""
+    if isinstance(d, torch.distributions.Categorical):
+        name = "probs" if is_probs(d) else "logits"
+        table = getattr(d, name)
+        small = unexpanded(table)
+        if small is not table:
+            value: Tensor = type(d)(**{name: small}, validate_args=False).log_prob(x)
+            return value.expand(broadcast_shapes(value.shape, d.batch_shape))
+    return _plain_log_prob(d, x)
 
 
 def is_probs(d: Any) -> bool:

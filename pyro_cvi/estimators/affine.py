@@ -279,9 +279,15 @@ class Affine:
                         elements.setdefault(block, []).append((index, o.axes))
         return frozenset(b for b, reads in elements.items() if _reads_several(reads))
 
-    def mean(self, moments: Moments) -> Tensor:
+    @property
+    def varying(self) -> frozenset[int]:
+        """The axes along which the terms vary."""
+        found = {a for d in self.designs for a in d.axes}
+        return frozenset(found | {a for t in self.terms for a in t.labels if a < 0})
+
+    def mean(self, moments: Moments, *, without_constant: bool = False) -> Tensor:
         """E e, right-aligned to the expression's shape."""
-        total: Tensor | float = self.expression.constant
+        total: Tensor | float = 0.0 if without_constant else self.expression.constant
         for d in self.designs:
             total = contract([(d.loc(moments), d.axes)], self.ndim) + total
         for t in self._means:

@@ -11,8 +11,9 @@ expectation of a term is the product over its connected components:
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,9 @@ from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.algebra.moves import move
 from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
 from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
+from pyro_cvi.estimators.products import Component, Piece, Product, separated
 from pyro_cvi.estimators.quadrature import gaussian_expectation
+from pyro_cvi.estimators.statistics import Gather, Summed, summed
 
 __all__ = ["Expectation", "How", "compile_expectation"]
 
@@ -52,14 +55,6 @@ class How:
     @property
     def rank(self) -> int:
         return ("exact", "quadrature", "sampled").index(self.kind)
-
-
-class Component(Protocol):
-    """The expectation of some operands of a term, with the labels of its axes."""
-
-    axes: Axes
-
-    def __call__(self, moments: Moments) -> Tensor: ...
 
 
 @dataclass(eq=False)
@@ -89,6 +84,10 @@ class Expectation:
             total = coefficient * contract(pieces, ndim) + total
         return total if isinstance(total, Tensor) else torch.tensor(total)
 
+    def summed(self, weight: Tensor, shape: tuple[int, ...]) -> Summed:
+        """sum over the cells `shape` of weight * E_q[expression], the weight contracted beforehand."""
+        return summed(self.constant, self.terms, weight, shape)
+
     def note(self, sites: frozenset[str] | set[str], kind: str, reason: str) -> None:
         """Record the worst treatment seen for each site."""
         new = How(kind, reason)
@@ -111,15 +110,18 @@ def compile_expectation(
 
 def _compile_term(t: Term, structure: Structure, result: Expectation, learn: bool) -> None:
     consts, groups = _components(t, structure)
-    compiled: list[Component] = []
+    compiled: list[list[Piece]] = []
     for operands in groups:
         component = _compile_component(operands, structure, result, learn)
         if component is None:
             if not _compile_multiplied_out(t, structure, result, learn):
                 _note_sampled(operands, result)
             return
-        compiled.append(component)
-    result.terms.append((t.coefficient, consts, compiled))
+        apart = separated(component) if isinstance(component, Product) else None
+        compiled.append([(1.0, [component])] if apart is None else apart)
+    for choice in itertools.product(*compiled):
+        coefficient = t.coefficient * math.prod(c for c, _ in choice)
+        result.terms.append((coefficient, consts, [p for _, parts in choice for p in parts]))
 
 
 def _note_sampled(operands: list[Operand], result: Expectation) -> None:
@@ -224,20 +226,12 @@ def _compile_component(
     if exact is not None:
         sites = frozenset().union(*(o.sites for o in operands))
         result.note(sites, "exact", "Gaussian, quadratic in the log density")
-        if isinstance(exact, _Product):
+        if isinstance(exact, Product):
             coupled = exact.a.coupled | exact.b.coupled
             inside = {s for s in sites if structure.block[s] in coupled}
             result.note(inside, "quadrature", "closed form, but it joins elements held independent")
         return exact
     return _quadrature(operands, structure, result, learn)
-
-
-class _StatisticMean:
-    def __init__(self, stat: Stat, position: int) -> None:
-        self.stat, self.position, self.axes = stat, position, stat.axes
-
-    def __call__(self, moments: Moments) -> Tensor:
-        return moments.read(self.stat, self.position)
 
 
 def _statistic(o: Stat, structure: Structure, result: Expectation) -> Component | None:
@@ -246,7 +240,10 @@ def _statistic(o: Stat, structure: Structure, result: Expectation) -> Component 
     if position is None:
         return None
     result.note(o.sites, "exact", f"{family.name}, affine in its sufficient statistics")
-    return _StatisticMean(o, position)
+    shape = o.site.shape
+    if family.event_dims[position] < family.event_dim:  # one value for a whole matrix
+        shape = shape[: len(shape) - family.event_dim]
+    return Gather(o, position, shape)
 
 
 class _Nested:
@@ -274,22 +271,6 @@ class _AffineMean:
         return self.affine.mean(moments).expand(self.shape)
 
 
-class _Product:
-    """E[a b] = E a E b + Cov(a, b); E a^2 = (E a)^2 + Var a, so squares never lose their digits."""
-
-    def __init__(
-        self, a: Affine, b: Affine, cov: Covariance | None, axes: Axes, shape: tuple[int, ...]
-    ) -> None:
-        self.a, self.b, self.cov, self.axes, self.shape = a, b, cov, axes, shape
-
-    def __call__(self, moments: Moments) -> Tensor:
-        if self.cov is None:
-            mean = self.a.mean(moments)
-            return (mean * mean + self.a.variance(moments)).expand(self.shape)
-        product = self.a.mean(moments) * self.b.mean(moments)
-        return (product + self.cov(moments)).expand(self.shape)
-
-
 def _multilinear(operands: list[Operand], structure: Structure) -> Component | None:
     if len(operands) > 2:
         return None
@@ -300,9 +281,9 @@ def _multilinear(operands: list[Operand], structure: Structure) -> Component | N
         if len(operands) == 1:
             return _AffineMean(first, axes, shape)
         if _same_factor(operands[0], operands[1]):
-            return _Product(first, first, None, axes, shape)
+            return Product(first, first, None, axes, shape)
         second = compile_affine(_as_cells(operands[1], axes, shape), structure)
-        return _Product(first, second, Covariance(first, second), axes, shape)
+        return Product(first, second, Covariance(first, second), axes, shape)
     except NotAffine:
         return None
 

@@ -20,6 +20,7 @@ _STATISTIC = {
     "log_complement": Statistic("log1m"),
     "square": Statistic("power", 2.0),
     "sqrt": Statistic("power", 0.5),
+    "logdet": Statistic("logdet"),
 }
 """The names that a family's `statistics` may use; conjugacy is found through them."""
 

@@ -83,6 +83,11 @@ class Categorical(AbstractFamily):
         log_mean = natural[0].log_softmax(-1)
         return -(log_mean.exp() * log_mean).sum(-1)
 
+    def entropy_of_mean(self, mean: Mean) -> Tensor:
+        """-sum_k m_k log m_k."""
+        result: Tensor = torch.special.entr(mean[0]).sum(-1)
+        return result
+
     def kl(self, p: Natural, q: Natural) -> Tensor:
         """sum_k p_k log(p_k / q_k)."""
         log_p, log_q = p[0].log_softmax(-1), q[0].log_softmax(-1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import Expression, opaque, opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.densities import plain_log_prob
 from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = [
@@ -47,7 +48,7 @@ def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
                 if site["is_observed"] and isinstance(site["mask"], Tensor):
                     value = fill_masked(value, site["mask"], fn.event_dim)
                 try:
-                    values[name] = fn.log_prob(value)
+                    values[name] = plain_log_prob(fn, value)
                 except Exception as error:
                     error.last_site = name  # type: ignore[attr-defined]
                     raise

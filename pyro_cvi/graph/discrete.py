@@ -24,7 +24,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.check import agree
 from pyro_cvi.graph.symbolic import Call, Factor, Latent, Symbolic
 
-__all__ = ["Chain", "Dependence", "chains", "check_branches", "with_dims"]
+__all__ = ["Chain", "Dependence", "chains", "check_branches", "shares_dims", "with_dims"]
 
 Dependence = Mapping[str, frozenset[str]]
 """For each factor the discrete sites it depends on."""
@@ -94,14 +94,17 @@ def _check_dim(latent: Latent, meets: set[str]) -> None:
         )
 
 
+def shares_dims(latents: Mapping[str, Latent]) -> bool:
+    """Whether two discrete sites are enumerated along one dim."""
+    dims = [x.enum_dim for x in latents.values() if x.enum_dim is not None]
+    return len(set(dims)) < len(dims)
+
+
 def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, Tensor]) -> None:
     """The enumerated densities, read at the states of a plain run, are the densities of that run.
 
     Sites that share a dim would be confused if some factor depended on both unseen.
     """
-    dims = [x.enum_dim for x in symbolic.latents.values() if x.enum_dim is not None]
-    if len(set(dims)) == len(dims):
-        return
     point = {n: run.nodes[n]["value"] for n in symbolic.latents}
     for f in symbolic.factors:
         if not f.enumerated:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.estimators import Moments
+from pyro_cvi.estimators.statistics import Summed
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
-from pyro_cvi.linalg import matvec
+from pyro_cvi.linalg import broadcast_shapes, matvec
 from pyro_cvi.updates import Belief, GaussianBelief
 
 __all__ = ["Evaluator", "moments_of"]
@@ -53,6 +54,8 @@ class Evaluator:
         self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
         self._moments: tuple[Moments, Leaves] | None = None
+        self._plain: Moments | None = None
+        self._statistics: dict[str, tuple[tuple[int, ...], Summed]] = {}
         self._factors = {
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }
@@ -63,26 +66,65 @@ class Evaluator:
         self.beliefs[block] = belief
         self.leaves[block] = belief.leaves()
         self._version[block] = self._count
-        self._moments = None
+        self._moments = self._plain = None
 
     def hold(self, block: str, leaves: tuple[Tensor, ...]) -> None:
         """Give a discrete block weights that need not be probabilities, until its belief is set."""
         self._count += 1
         self.leaves[block] = tuple(x.requires_grad_() for x in leaves)
         self._version[block] = self._count
-        self._moments = None
+        self._moments = self._plain = None
 
     def factor(self, f: CompiledFactor) -> Tensor:
-        """E_q[log p] of a factor, with the graph to the leaves of all blocks it touches."""
+        """E_q[log p] of a factor, with the graph to the leaves of its continuous blocks.
+
+        (And to those of its discrete blocks where the factor has learnt constants.)
+        """
         key = tuple(self._version[b] for b in sorted(f.blocks))
         cached = self._cache.get(f.name)
         if cached is None or cached[0] != key:
             with torch.enable_grad():
                 if self._moments is None:
                     self._moments = moments_of(self.plan, self.leaves)
-                cached = (key, f(*self._moments))
+                moments, probabilities = self._moments
+                if f.weightings and not self.plan.learns:
+                    value = self._statistics_of(f)(moments)
+                else:
+                    value = f(moments, probabilities)
+                cached = (key, value)
             self._cache[f.name] = cached
         return cached[1]
+
+    def _statistics_of(self, f: CompiledFactor) -> Summed:
+        """The factor with the present probabilities of its discrete sites summed over."""
+        key = tuple(self._version[w.block] for w in f.weightings)
+        known = self._statistics.get(f.name)
+        if known is None or known[0] != key:
+            with torch.no_grad():
+                weight = f.full_weight(self.leaves)
+                shape = broadcast_shapes(f.expectation.shape, weight.shape)
+                known = (key, f.expectation.summed(weight, shape))
+            self._statistics[f.name] = known
+        return known[1]
+
+    def _discrete_message(self, block: Block, inside: str | None) -> list[Tensor | None]:
+        """The expected log density of every state, from tables of E_q[log p]."""
+        if self._plain is None:
+            leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
+            self._plain = moments_of(self.plan, leaves)[0]
+        result: list[Tensor | None] = [None] * len(self.leaves[block.name])
+        for f in self._factors[block.name]:
+            if inside is not None and inside not in f.plates:
+                continue
+            with torch.no_grad():
+                table = f.expectation(self._plain)
+            for w in f.weightings:
+                if w.block == block.name:
+                    others = [v for v in f.weightings if v is not w]
+                    found = w.adjoint(f.weighted(table, others, self.leaves), f, self.leaves)
+                    old = result[w.leaf]
+                    result[w.leaf] = found if old is None else old + found
+        return result
 
     def forget(
         self, factors: Sequence[CompiledFactor]
@@ -97,7 +139,7 @@ class Evaluator:
         """Undo `set`."""
         self.beliefs[block], self.leaves[block] = belief, leaves
         self._version[block] = version
-        self._moments = None
+        self._moments = self._plain = None
         self._cache.update(cache)
 
     def local(self, block: Block) -> Tensor:
@@ -113,6 +155,10 @@ class Evaluator:
         All factors of a local block carry the scale of its plates, as its entropy does: it cancels.
         With `inside` only the factors in that plate count.
         """
+        weight = self.weight_of(block)
+        if self.plan.latents[block.sites[0]].support is not None and not self.plan.learns:
+            table = self._discrete_message(block, inside)
+            return [g if g is None or weight == 1 else g / weight for g in table]
         total: Tensor | None = None
         for f in self._factors[block.name]:
             if inside is not None and inside not in f.plates:
@@ -124,10 +170,17 @@ class Evaluator:
         if total is None:
             return [None] * len(leaves)
         found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-        weight = self.weight_of(block)
         if weight == 1:
             return list(found)
         return [None if g is None else g / weight for g in found]
+
+    def cells(self, f: CompiledFactor) -> Tensor:
+        """weight * E_q[log p] cell by cell, weighted by the probabilities of the discrete sites."""
+        if self._moments is None:
+            self._moments = moments_of(self.plan, self.leaves)
+        table = f.expectation(self._moments[0]).detach()
+        value = f.weighted(table, f.weightings, self.leaves)
+        return value.expand(broadcast_shapes(f.expectation.shape, value.shape))
 
     def factors(self, block: Block) -> list[CompiledFactor]:
         """The factors of a block that are not sampled."""
@@ -136,7 +189,7 @@ class Evaluator:
     def slope(self, f: CompiledFactor, block: str, origin: Belief) -> float:
         """<message of a factor, mean - mean at `origin`>: what an affine factor changes by."""
         value = self.factor(f)
-        if not value.requires_grad:
+        if not value.requires_grad or self.plan.latents_of(block)[0].support is not None:
             return 0.0
         leaves, start = self.leaves[block], origin.leaves()
         found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)

@@ -59,7 +59,12 @@ class Block:
         """The block when the plates of its placement hold this many elements."""
         if self.placement is None:
             return self
-        parts = tuple(replace(p, size=sizes[p.name]) for p in self.placement.parts)
+        parts = tuple(
+            replace(p, size=sizes[p.name], scale=p.scale * p.size / max(sizes[p.name], 1))
+            if p.scale != 1
+            else replace(p, size=sizes[p.name])
+            for p in self.placement.parts
+        )
         before = math.prod(p.size for p in self.placement.parts)
         size = self.size // max(before, 1) * math.prod(p.size for p in parts)
         placement = replace(self.placement, parts=parts)
@@ -111,6 +116,32 @@ class Weighting:
             p = p.index_select(p.ndim - 1 - own, self.steps)
         return to_dims(p, self.targets)
 
+    def adjoint(
+        self, g: Tensor, f: CompiledFactor, probabilities: Mapping[str, tuple[Tensor, ...]]
+    ) -> Tensor:
+        """d/dp of sum over cells of p * g: `g`, which broadcasts to the cells, summed over the rest."""
+        leaves = probabilities[self.block]
+        p = leaves[self.leaf].detach().requires_grad_()
+        with torch.enable_grad():
+            placed = self({self.block: (*leaves[: self.leaf], p)})
+        cells = broadcast_shapes(f.expectation.shape, g.shape, placed.shape)
+        (result,) = torch.autograd.grad(placed, p, _sum_to(g, tuple(placed.shape), cells))
+        return result
+
+
+def _sum_to(g: Tensor, shape: tuple[int, ...], cells: tuple[int, ...]) -> Tensor:
+    """Sum over the cells that `shape` does not tell apart."""
+    n = len(cells)
+    g = g.reshape([1] * (n - g.ndim) + list(g.shape))
+    own = [1] * (n - len(shape)) + list(shape)
+    dims = [d for d in range(n) if own[d] == 1 and g.shape[d] > 1]
+    repeats = math.prod(cells[d] for d in range(n) if own[d] == 1 and g.shape[d] == 1)
+    if dims:
+        g = g.sum(dims, keepdim=True)
+    if repeats != 1:
+        g = g * repeats
+    return g.expand(own).reshape(shape)
+
 
 def to_dims(p: Tensor, targets: tuple[int, ...]) -> Tensor:
     """(*batch, *own) with the own axes at the negative dims `targets`, left of the batch."""
@@ -150,9 +181,7 @@ class CompiledFactor:
     def __call__(self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
         """sum over cells of weight * E_q[log p]; `probabilities` of the discrete blocks."""
         value = self.expectation(moments)
-        weight: Tensor | float = self.weight
-        for w in self.weightings:
-            weight = weight * w(probabilities)
+        weight = self._weight_with(self.weightings, probabilities)
         shape = self.expectation.shape
         if isinstance(weight, Tensor):
             value = value * weight
@@ -162,6 +191,34 @@ class CompiledFactor:
         repeats = math.prod(shape) // max(value.numel(), 1)
         total = value.sum()
         return total if repeats == 1 else total * repeats
+
+    def full_weight(self, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
+        """Weight times the probabilities of all discrete sites, cell by cell."""
+        weight = self._weight_with(self.weightings, probabilities)
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def weighted(
+        self,
+        table: Tensor,
+        others: Sequence[Weighting],
+        probabilities: Mapping[str, tuple[Tensor, ...]],
+    ) -> Tensor:
+        """E_q[log p] cell by cell, times the weight and the probabilities of some discrete sites."""
+        with torch.no_grad():
+            weight = self._weight_with(others, probabilities)
+            if isinstance(weight, Tensor) or weight != 1.0:
+                table = table * weight
+            return table
+
+    def _weight_with(
+        self, weightings: Sequence[Weighting], probabilities: Mapping[str, tuple[Tensor, ...]]
+    ) -> Tensor | float:
+        weight: Tensor | float = self.weight
+        for w in weightings:
+            p = w(probabilities)
+            weight = p if isinstance(weight, float) and weight == 1.0 else weight * p
+        return weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +250,10 @@ class Plan:
     def factors_of(self, block: str) -> list[CompiledFactor]:
         """The factors that touch a block."""
         return self._by_block[block]
+
+    def latents_of(self, block: str) -> list[Latent]:
+        """The latents of a block."""
+        return [self.latents[s] for s in self._block_by_name[block].sites]
 
     def block_of(self, site: str) -> Block:
         return self._block_by_name[self.structure.block[site]]

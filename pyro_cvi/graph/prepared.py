@@ -20,7 +20,7 @@ from pyro_cvi.graph.check import (
     fingerprint,
     opaque_sites,
 )
-from pyro_cvi.graph.discrete import Dependence, check_branches, with_dims
+from pyro_cvi.graph.discrete import Dependence, check_branches, shares_dims, with_dims
 from pyro_cvi.graph.pins import pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
@@ -36,7 +36,7 @@ from pyro_cvi.graph.symbolic import (
 from pyro_cvi.graph.validation import check_batch, check_data, check_same_sites
 from pyro_cvi.graph.windows import Part, Window, whole_latent
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "first_run", "prepare"]
 
 Model = Callable[..., Any]
 Values = dict[str, Tensor]
@@ -49,7 +49,8 @@ class Prepared:
     """The plan for one model and one set of arguments.
 
     `parts` are the plates that hold some of their elements, `window` the elements; `given` names the
-    plates whose indices came with the model. `age` counts the analyses of a subsampled model.
+    plates whose indices came with the model. `age` counts the analyses of a subsampled model; `sizes` are
+    those of all plates.
     """
 
     plan: Plan
@@ -64,6 +65,7 @@ class Prepared:
     given: frozenset[str] = frozenset()
     depends: Dependence | None = None
     age: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_local(self) -> bool:
@@ -102,7 +104,7 @@ def prepare(
     `chosen` are the elements for plates that would draw theirs. With `chunk` (plate: full size and
     elements) the arguments are a part of larger data.
     """
-    trace = _first_run(model, args, kwargs, chosen)
+    trace = first_run(model, args, kwargs, chosen)
     latents, nesting = describe_latents(trace)
     if not latents:
         raise CVIError(
@@ -119,7 +121,7 @@ def prepare(
         now = {n: whole_latent(x, around[n]) for n, x in latents.items()}
         check_same_sites(previous.plan.whole.latents, now)
     indices = subsample_values(trace)
-    window = {n: indices[n] if n in indices else (chunk or {})[n][1] for n in parts}
+    window = {n: chunk[n][1] if chunk and n in chunk else indices[n] for n in parts}
     call = Call(model, args, kwargs, latents, nesting, indices)
     names = [n for n, s in trace.nodes.items() if is_factor_site(s)]
     call = with_dims(call, names, None if previous is None else previous.depends)
@@ -131,7 +133,7 @@ def prepare(
         symbolic, point = _run(call), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
     plan = _planned(symbolic, trace, max_dense_dim, around, old)
-    found = (_parameters(trace), parts, window, trace.given, call.depends, age)
+    found = (_parameters(trace), parts, window, trace.given, call.depends, age, _sizes(trace))
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return Prepared(plan, nesting, indices, {}, (), trace, *found)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
@@ -158,11 +160,23 @@ def _parts(trace: poutine.Trace, chunk: Mapping[str, tuple[int, Tensor]]) -> dic
             if f.dim is None:
                 continue
             full = f.size if f.full_size is None else f.full_size
-            if full != f.size and full > 0:
-                found[f.name] = Part(f.name, f.dim, f.size, full)
-            elif f.name in chunk:
-                found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], subsampled=False)
+            scale = full / max(f.size, 1) if full > 0 else 1.0
+            if f.name in chunk:
+                found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], scale)
+            elif scale != 1:
+                found[f.name] = Part(f.name, f.dim, f.size, full, scale)
     return found
+
+
+def _sizes(trace: poutine.Trace) -> dict[str, int]:
+    """How many elements each plate holds."""
+    return {
+        f.name: f.size
+        for site in trace.nodes.values()
+        if is_factor_site(site)
+        for f in site["cond_indep_stack"]
+        if f.dim is not None
+    }
 
 
 def _parts_around(latent: Latent, parts: Mapping[str, Part]) -> tuple[Part, ...]:
@@ -192,15 +206,15 @@ def _planned(
 def _verified(call: Call) -> tuple[Symbolic, Values]:
     """The symbolic run after the self-check, and the random point of the check."""
     symbolic = _run(call)
-    fresh = call.plain({})
+    fresh = call.plain({}, one_state=True)
     check_batch(fresh, factor_values(fresh))
     point = {n: fresh.nodes[n]["value"] for n in call.latents}
     discrete = enumerated_values(call.latents)
     if discrete:  # every branch counts, not only the one that this draw took
-        states = {n: point[n] for n in discrete}
-        near = {n: _towards_mean(x, point[n], _SHRINK[0]) for n, x in call.latents.items()}
-        run = call.plain({**near, **states})
-        check_branches(symbolic, run, factor_values(run))
+        if shares_dims(call.latents):
+            near = {n: _towards_mean(x, point[n], _SHRINK[0]) for n, x in call.latents.items()}
+            run = call.plain({n: near[n] for n in near if n not in discrete})
+            check_branches(symbolic, run, factor_values(run))
         point |= discrete
         fresh = call.plain(point)
     runs, values = [fresh], [factor_values(fresh)]
@@ -236,12 +250,18 @@ def _parameters(trace: poutine.Trace) -> dict[str, Tensor]:
     return found
 
 
-def _first_run(
-    model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window | None
+def first_run(
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chosen: Window | None = None,
 ) -> poutine.Trace:
     """An ordinary run; what torch says about dtypes and shapes is given a site and a remedy."""
     try:
-        trace = plain_trace(model, args, kwargs, {}, chosen)
+        try:
+            trace = plain_trace(model, args, kwargs, {}, chosen, one_state=True)
+        except Exception:  # perhaps the model needs a state for every element
+            trace = plain_trace(model, args, kwargs, {}, chosen)
         check_data(trace)
         factor_values(trace)
         return trace

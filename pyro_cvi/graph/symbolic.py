@@ -96,10 +96,15 @@ class _Prior(Messenger):
     """Replay given values at latent and subsample sites."""
 
     def __init__(
-        self, values: Mapping[str, Tensor], chosen: Mapping[str, Tensor] | None = None
+        self,
+        values: Mapping[str, Tensor],
+        chosen: Mapping[str, Tensor] | None = None,
+        *,
+        one_state: bool = False,
     ) -> None:
         super().__init__()
         self.values, self.chosen = values, chosen or {}
+        self.one_state = one_state
         self.given: set[str] = set()
         self.last: str | None = None
 
@@ -113,6 +118,25 @@ class _Prior(Messenger):
         if msg["name"] in self.values and (not msg["is_observed"] or site_is_subsample(msg)):
             msg["value"] = self.values[msg["name"]]
             msg["done"] = True
+        elif self.one_state and not msg["done"] and not msg["is_observed"]:
+            state = _one_state(msg["fn"])
+            if state is not None:
+                msg["value"], msg["done"] = state, True
+
+
+def _one_state(fn: Any) -> Tensor | None:
+    """A random state of a finite discrete site, one for all its elements, with batch dims of size one.
+
+    Where `phi[z]` would be a matrix of every word by every term, this is one row.
+    """
+    if not getattr(fn, "has_enumerate_support", False):
+        return None
+    try:
+        support = fn.enumerate_support(expand=False)
+    except NotImplementedError:
+        return None
+    state: Tensor = support[int(torch.randint(len(support), ()))]
+    return state
 
 
 def _fits(chosen: Tensor | None, fn: Any) -> bool:
@@ -178,13 +202,16 @@ def plain_trace(
     kwargs: dict[str, Any],
     values: Mapping[str, Tensor],
     chosen: Mapping[str, Tensor] | None = None,
+    *,
+    one_state: bool = False,
 ) -> poutine.Trace:
     """One ordinary run with some site values given; hidden from handlers outside.
 
     `chosen` are indices for plates that would draw theirs. The trace's `given` attribute names the
-    plates whose indices came from the model.
+    plates whose indices came from the model. With `one_state` all elements of a finite discrete site
+    share a state, of batch dims of size one.
     """
-    seen = _Prior(values, chosen)
+    seen = _Prior(values, chosen, one_state=one_state)
     try:
         with poutine.block(), seen:
             trace = poutine.trace(model).get_trace(*args, **kwargs)
@@ -241,6 +268,7 @@ def _describe(site: Any, nesting: int) -> Latent:
     batch, event_dim = tuple(fn.batch_shape), fn.event_dim
     if getattr(fn, "has_enumerate_support", False):
         support = _finite_support(name, fn)
+        value = value.expand(fn.batch_shape + fn.event_shape)
         ref = SiteRef(name, tuple(value.shape), event_dim, "discrete")
         dim = -1 - nesting  # until it is known which sites may share it
         return Latent(name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support)
@@ -313,9 +341,10 @@ class Call:
     subsample: Mapping[str, Tensor]
     depends: Mapping[str, frozenset[str]] | None = None
 
-    def plain(self, values: Mapping[str, Tensor]) -> poutine.Trace:
+    def plain(self, values: Mapping[str, Tensor], *, one_state: bool = False) -> poutine.Trace:
         """An ordinary run on the same minibatch, with some site values given."""
-        return plain_trace(self.model, self.args, self.kwargs, {**self.subsample, **values})
+        given = {**self.subsample, **values}
+        return plain_trace(self.model, self.args, self.kwargs, given, one_state=one_state)
 
     def dependence(self) -> dict[str, frozenset[str]]:
         """For each factor the discrete sites it depends on; the continuous ones are held."""

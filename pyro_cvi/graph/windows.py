@@ -38,19 +38,14 @@ __all__ = [
 class Part:
     """A plate that holds `size` of its `full` elements in a run; `dim` is negative.
 
-    In a subsampled plate each element stands for `full / size`; in a chunk of new data, for itself.
+    In a subsampled plate each element stands for `scale` of them; in a chunk of new data, for itself.
     """
 
     name: str
     dim: int
     size: int
     full: int
-    subsampled: bool = True
-
-    @property
-    def scale(self) -> float:
-        """How many elements each one stands for."""
-        return self.full / max(self.size, 1) if self.subsampled else 1.0
+    scale: float = 1.0
 
 
 class Placed(NamedTuple):

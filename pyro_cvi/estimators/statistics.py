@@ -1,0 +1,218 @@
+"""sum over cells of W * E_q[expression], with W contracted beforehand: expected sufficient statistics.
+
+    sum_cells W prod_i const_i prod_j component_j  =  < S, prod_j component_j >,
+    S = the contraction of W and the constants over all axes that no component has.
+
+With W the responsibilities of a mixture, S are the counts and weighted sums of the data; they change
+only when the responsibilities do, so the continuous blocks never look at single data points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.algebra.expression import Axes, Stat
+from pyro_cvi.estimators.moments import Moments
+from pyro_cvi.estimators.products import Component
+
+__all__ = ["Gather", "Summed", "summed"]
+
+Labelled = tuple[Tensor, Axes]
+
+
+class Gather:
+    """E_q of one statistic of a site outside of the Gaussian blocks, read through an index.
+
+    Where every axis of the index selects along one axis of the site (`phi[z][:, word]`), only these
+    selections are kept, and rows are moved as a whole.
+    """
+
+    def __init__(self, stat: Stat, position: int, shape: tuple[int, ...]) -> None:
+        self.site, self.position, self.axes = stat.site.name, position, stat.axes
+        self.cells = stat.shape
+        self.shape = shape
+        self.selections = _selections(stat.index, shape)
+        self.index = stat.index if self.selections is None else None
+
+    def flat(self, moments: Moments) -> Tensor:
+        """All of the statistic, flattened."""
+        return moments.other[self.site][self.position].reshape(-1)
+
+    def __call__(self, moments: Moments) -> Tensor:
+        flat = self.flat(moments)
+        if self.index is not None:
+            if flat.numel() == 1 and self.index.ndim == 0:
+                return flat[0]
+            return flat[self.index]
+        assert self.selections is not None
+        x = flat.reshape(self.shape)
+        order = list(range(x.ndim))
+        for d, (axis, select) in enumerate(self.selections):
+            if select is not None:
+                where = order.index(d)
+                x = x.movedim(where, 0)
+                order.insert(0, order.pop(where))
+                x = x.select(0, int(select)) if axis is None else x.index_select(0, select)
+                if axis is None:
+                    order.pop(0)
+            elif axis is None:
+                where = order.index(d)
+                x = x.squeeze(where)
+                order.pop(where)
+        axes = {self.selections[d][0]: i for i, d in enumerate(order)}
+        return x.permute([axes[i] for i in range(len(self.cells))])
+
+    def scattered(self, s: Tensor) -> Tensor:
+        """The adjoint: sum of s over all cells that read each scalar; `s` has this component's axes."""
+        size = math.prod(self.shape)
+        if self.selections is None:
+            assert self.index is not None
+            values = s.expand(self.index.shape).reshape(-1)
+            return s.new_zeros(size).index_add(0, self.index.reshape(-1), values)
+        s = s.expand(self.cells)
+        kept = [(d, a, c) for d, (a, c) in enumerate(self.selections) if a is not None]
+        x = s.permute([a for _, a, _ in kept])
+        for where, (d, _, select) in enumerate(kept):
+            if select is not None:
+                rows = x.movedim(where, 0)
+                zeros = rows.new_zeros(self.shape[d], *rows.shape[1:])
+                x = zeros.index_add_(0, select, rows).movedim(0, where)
+        fixed = [0 if c is None else int(c) for a, c in self.selections if a is None]
+        dims = [d for d, (a, _) in enumerate(self.selections) if a is None]
+        if not any(self.shape[d] > 1 for d in dims):
+            return x.reshape(-1) if not dims else _with_ones(x, dims).reshape(-1)
+        result = x.new_zeros(self.shape)
+        at: list[slice | int] = [slice(None)] * len(self.shape)
+        for d, i in zip(dims, fixed, strict=True):
+            at[d] = i
+        result[tuple(at)] = x
+        return result.reshape(-1)
+
+
+def _with_ones(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for d in dims:
+        x = x.unsqueeze(d)
+    return x
+
+
+Selection = tuple[int | None, Tensor | None]
+"""For one axis of the site: the index's axis that moves along it (None: it stands still), and the
+coordinates (None: all, in order)."""
+
+
+def _selections(index: Tensor, shape: tuple[int, ...]) -> list[Selection] | None:
+    if index.numel() == 0 or not shape:
+        return None
+    found: list[Selection] = []
+    used: set[int] = set()
+    stride = math.prod(shape)
+    for size in shape:
+        stride //= size
+        coordinate = index if stride == 1 else torch.div(index, stride, rounding_mode="floor")
+        coordinate = coordinate % size if size * stride < math.prod(shape) else coordinate
+        moving = [
+            i
+            for i in range(index.ndim)
+            if index.shape[i] > 1 and not bool((coordinate == coordinate.narrow(i, 0, 1)).all())
+        ]
+        if len(moving) > 1 or used & set(moving):
+            return None
+        if not moving:
+            first = coordinate.reshape(-1)[0]
+            found.append((None, None if size == 1 else first.clone()))
+            continue
+        (axis,) = moving
+        used.add(axis)
+        line = coordinate.movedim(axis, 0).reshape(index.shape[axis], -1)[:, 0].clone()
+        whole = line.numel() == size and bool(
+            (line == torch.arange(size, device=line.device)).all()
+        )
+        found.append((axis, None if whole else line))
+    return found if len(used) == index.ndim else None
+
+
+@dataclass(frozen=True, eq=False)
+class Summed:
+    """constant + sum of < S, product of components >."""
+
+    constant: Tensor
+    terms: list[tuple[float, Labelled, list[Component]]]
+
+    def __call__(self, moments: Moments) -> Tensor:
+        total = self.constant
+        for coefficient, (s, axes), components in self.terms:
+            if len(components) == 1 and isinstance(components[0], Gather):
+                value = torch.dot(s, components[0].flat(moments).to(s.dtype))
+            else:
+                value = to_scalar([(s, axes), *((c(moments), c.axes) for c in components)])
+            total = total + coefficient * value
+        return total
+
+
+def summed(
+    constant: Tensor | float,
+    terms: Sequence[tuple[float, list[Labelled], list[Component]]],
+    weight: Tensor,
+    shape: tuple[int, ...],
+) -> Summed:
+    """Contract the weight (right-aligned to `shape`) with the constants of every term."""
+    kept = [d for d in range(-weight.ndim, 0) if weight.shape[d] > 1]
+    labelled = (weight.reshape([weight.shape[d] for d in kept]), tuple(kept))
+    total = _constant_part(constant, labelled, shape)
+    result = []
+    for coefficient, consts, components in terms:
+        pieces = [labelled, *consts]
+        present = {a for _, axes in pieces for a in axes}
+        wanted = {a for c in components for a in c.axes}
+        repeats = _repeats(shape, present | wanted)
+        axes = tuple(sorted(present & wanted))
+        s = _einsum(pieces, axes)
+        if not components:
+            total = total + coefficient * repeats * s
+            continue
+        if len(components) == 1 and isinstance(components[0], Gather):
+            gather = components[0]
+            shape_of = [1 if a not in axes else s.shape[axes.index(a)] for a in gather.axes]
+            order = [axes.index(a) for a in gather.axes if a in axes]
+            s = gather.scattered(s.permute(order).reshape(shape_of))
+        result.append((coefficient * repeats, (s, axes), components))
+    return Summed(total, result)
+
+
+def _constant_part(constant: Tensor | float, weight: Labelled, shape: tuple[int, ...]) -> Tensor:
+    w, axes = weight
+    if not isinstance(constant, Tensor):
+        return w.sum() * (constant * _repeats(shape, set(axes)))
+    kept = [d for d in range(-constant.ndim, 0) if constant.shape[d] > 1]
+    own = (constant.reshape([constant.shape[d] for d in kept]), tuple(kept))
+    return _einsum([weight, own], ()) * _repeats(shape, {*axes, *kept})
+
+
+def _repeats(shape: tuple[int, ...], present: set[int]) -> float:
+    """How often a value counts that is constant along some axes of the cells."""
+    return float(math.prod(shape[d] for d in range(-len(shape), 0) if d not in present))
+
+
+def _einsum(pieces: Sequence[Labelled], target: Axes) -> Tensor:
+    names: dict[int, int] = {}
+    dtype = pieces[0][0].dtype
+    for tensor, _ in pieces[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    flat: list[object] = []
+    for tensor, axes in pieces:
+        flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
+    if len(pieces) == 1 and len(pieces[0][1]) == len(target):
+        tensor, axes = pieces[0]
+        return tensor.permute([axes.index(a) for a in target])
+    result: Tensor = torch.einsum(*flat, [names[a] for a in target])
+    return result
+
+
+def to_scalar(pieces: Sequence[Labelled]) -> Tensor:
+    """The full contraction."""
+    return _einsum(pieces, ())

@@ -1,0 +1,352 @@
+"""New data: local posteriors and predictive densities of rows that the fit has not seen.
+
+The sites outside of the rows' plate keep their fitted posterior; the local ones are brought to their
+optimum given it, for as many rows as there are, in chunks. The predictive density of a row is
+
+    log p(x) ~ log 1/S sum_s exp L(x; theta_s),        theta_s ~ q(theta),
+
+with L the log density of the row with its local latents integrated out: exact where their posterior
+given theta is in its family (one discrete site or chain, or Gaussians), else a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.check import factor_values
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.initial import initial_belief
+from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.prepared import Prepared, first_run, prepare
+from pyro_cvi.guide import AutoCVI
+from pyro_cvi.linalg import broadcast_shapes, sum_to_dims
+from pyro_cvi.sweep import Sweeper
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+
+__all__ = ["local_posteriors", "log_predictive"]
+
+_ROUNDS, _SETTLED = 200, 1e-8
+_SYMMETRIC = 1e-8
+"""Logits that differ by less are those of components that are still alike."""
+
+Model = Callable[..., Any]
+Args = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a model."""
+
+
+def local_posteriors(
+    model: Model,
+    guide: AutoCVI,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    plates: Sequence[str] | None,
+    chunk_size: int | None,
+) -> AutoCVI:
+    """A guide for new rows: the fitted posterior of the shared sites, and the local ones for these rows."""
+    rows = _Rows.of(model, guide, args, kwargs, plates)
+    new = AutoCVI(model, max_dense_dim=guide.max_dense_dim, num_samples=guide.num_samples)
+    prepared: Prepared | None = None
+    for (part_args, part_kwargs), chunk in rows.chunks(chunk_size):
+        prepared = prepare(
+            model, part_args, part_kwargs, guide.max_dense_dim, prepared, chunk=chunk
+        )
+        _check_local(prepared.plan, rows.plates)
+        new.adopt(prepared, rows.frames)
+        for block in prepared.plan.blocks:
+            if block.placement is None:
+                new.set_belief(block, carried(guide, block))
+        evaluator = Evaluator(prepared.plan, new.beliefs())
+        settle(evaluator)
+        for block in prepared.plan.blocks:
+            if block.placement is not None:
+                new.set_belief(block, evaluator.beliefs[block.name])
+    return new
+
+
+def log_predictive(
+    model: Model,
+    guide: AutoCVI,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    plates: Sequence[str] | None,
+    num_samples: int,
+    chunk_size: int | None,
+) -> Tensor:
+    """log p(row | data) for every row, shape (rows,)."""
+    rows = _Rows.of(model, guide, args, kwargs, plates)
+    if len(rows.plates) != 1:
+        raise CVIError(
+            message(
+                "log_predictive",
+                f"the new rows are in the plates {sorted(rows.plates)}",
+                "one plate, whose elements the result has one value for",
+                "name it with plates=[...]",
+            )
+        )
+    seed = int(torch.randint(2**31, ()))
+    shared = [n for n in guide.plan.latents if not rows.is_local(guide, n)]
+    result = []
+    for (part_args, part_kwargs), chunk in rows.chunks(chunk_size):
+        with torch.random.fork_rng():  # the same draws for all chunks
+            torch.manual_seed(seed)
+            values = [
+                _row_values(model, guide, part_args, part_kwargs, chunk, shared)
+                for _ in range(num_samples)
+            ]
+        result.append(torch.stack(values).logsumexp(0) - math.log(num_samples))
+    return torch.cat(result)
+
+
+def _row_values(
+    model: Model,
+    guide: AutoCVI,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chunk: Mapping[str, tuple[int, Tensor]],
+    shared: Sequence[str],
+) -> Tensor:
+    """L(x; theta) of every row at one draw of the shared sites."""
+    ((plate, (_, index)),) = chunk.items()
+    given = poutine.condition(model, data=guide.draw(shared))
+    if len(shared) == len(guide.plan.latents):
+        return _without_locals(given, args, kwargs, plate, len(index))
+    prepared = prepare(given, args, kwargs, guide.max_dense_dim, chunk=chunk)
+    plan = prepared.plan
+    beliefs = {b.name: initial_belief(plan, b) for b in plan.blocks}
+    evaluator = Evaluator(plan, beliefs)
+    settle(evaluator)
+    part = prepared.parts[plate]
+    total: Tensor | None = None
+    for f in plan.factors:
+        if plate in f.plates:
+            value = sum_to_dims(evaluator.cells(f), {part.dim}).reshape(-1).expand(part.size)
+            value = value / part.scale
+            total = value if total is None else total + value
+    for block in plan.blocks:
+        own = _entropies(evaluator.beliefs[block.name], block)
+        total = own if total is None else total + own
+    if total is None:
+        raise CVIError(f"log_predictive: no factor of the model stands in plate '{plate}'")
+    return total.detach()
+
+
+def _without_locals(
+    given: Model, args: tuple[Any, ...], kwargs: dict[str, Any], plate: str, rows: int
+) -> Tensor:
+    """The rows' log densities, where every latent is shared."""
+    trace = first_run(given, args, kwargs)
+    total = torch.zeros(rows)
+    for name, value in factor_values(trace).items():
+        site = trace.nodes[name]
+        frames = [f for f in site["cond_indep_stack"] if f.name == plate]
+        if frames:
+            if isinstance(site["mask"], Tensor):
+                value = torch.where(site["mask"], value, torch.zeros_like(value))
+            elif site["mask"] is False:
+                continue
+            cells = value.expand(broadcast_shapes(value.shape, site["fn"].batch_shape))
+            scale = site["scale"] * frames[0].size / (frames[0].full_size or frames[0].size)
+            total = total + scale * sum_to_dims(cells, {frames[0].dim}).reshape(-1)
+    return total
+
+
+def _entropies(belief: Belief, block: Block) -> Tensor:
+    """The entropy of a local block, row by row."""
+    assert block.placement is not None
+    (part,) = block.placement.parts
+    if isinstance(belief, GaussianBelief):
+        return belief.entropies().reshape(part.size, -1).sum(-1)
+    assert isinstance(belief, FamilyBelief)
+    return sum_to_dims(belief.family.entropy(belief.natural), {part.dim}).reshape(-1)
+
+
+class _Rows:
+    """The plates that hold new rows, and how to cut the arguments into chunks."""
+
+    def __init__(self, args: Args, plates: dict[str, int], frames: dict[str, Any]) -> None:
+        self.args, self.plates, self.frames = args, plates, frames
+
+    @staticmethod
+    def of(
+        model: Model,
+        guide: AutoCVI,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plates: Sequence[str] | None,
+    ) -> _Rows:
+        fitted = guide.prepared
+        if fitted is None or not guide.is_fitted:
+            raise CVIError(
+                message(
+                    "new data",
+                    "the guide has not been fitted",
+                    "a fitted posterior of the sites outside of the rows",
+                    "call CVI.run(*training_args) first",
+                )
+            )
+        frames = _frames(first_run(model, args, kwargs))
+        before = fitted.sizes
+        if plates is None:
+            plates = [n for n, f in frames.items() if f.size != before.get(n)]
+        unknown = [n for n in plates if n not in frames]
+        if unknown or not plates:
+            found = (
+                f"no such plate: {unknown}" if unknown else "all plates have the sizes of the fit"
+            )
+            raise CVIError(
+                message(
+                    "new data", found, f"plates of new rows, out of {sorted(frames)}",
+                    "say which plates hold the new rows, as plates=['data']",
+                )
+            )  # fmt: skip
+        sizes = {n: frames[n].size for n in plates}
+        return _Rows((args, kwargs), sizes, frames)
+
+    def is_local(self, guide: AutoCVI, site: str) -> bool:
+        """Whether a fitted site stands in a plate of new rows."""
+        return any(name in self.plates for name, *_ in guide.plan.latents[site].plates)
+
+    def chunks(self, size: int | None) -> Iterator[tuple[Args, dict[str, tuple[int, Tensor]]]]:
+        """Arguments of every chunk, and which rows of how many they are."""
+        if size is None:
+            everything = {n: (full, torch.arange(full)) for n, full in self.plates.items()}
+            yield self.args, everything
+            return
+        if len(self.plates) != 1 or size < 1:
+            raise CVIError(
+                f"chunk_size={size} with new rows in the plates {sorted(self.plates)}: expected a "
+                "positive size and one plate"
+            )
+        ((name, full),) = self.plates.items()
+        args, kwargs = self.args
+        if not any(_has_rows(x, full) for x in (*args, *kwargs.values())):
+            raise CVIError(
+                message(
+                    "new data",
+                    f"no argument is a tensor of {full} rows",
+                    f"the rows of plate '{name}' along the first axis of the arguments",
+                    "leave chunk_size out, or call once for every chunk",
+                )
+            )
+        for rows in torch.arange(full).split(size):
+            part = tuple(_cut(x, full, rows) for x in args)
+            named = {k: _cut(x, full, rows) for k, x in kwargs.items()}
+            yield (part, named), {name: (full, rows)}
+
+
+def _has_rows(x: Any, full: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == full
+
+
+def _cut(x: Any, full: int, rows: Tensor) -> Any:
+    return x[rows.to(x.device)] if _has_rows(x, full) else x
+
+
+def _frames(trace: Any) -> dict[str, Any]:
+    return {
+        f.name: f
+        for site in trace.nodes.values()
+        if site["type"] == "sample"
+        for f in site["cond_indep_stack"]
+        if f.vectorized
+    }
+
+
+def settle(evaluator: Evaluator) -> None:
+    """Bring the local blocks of new rows to their optimum; discrete ones look at the shared sites first.
+
+    If those tell nothing about the states (all components are local), the start is random instead.
+    """
+    sweeper = Sweeper("stored", 1.0, 0.7)
+    for block in evaluator.plan.blocks:
+        if block.placement and evaluator.plan.latents[block.sites[0]].support is not None:
+            old = evaluator.beliefs[block.name]
+            sweeper.deterministic(evaluator, block)
+            logits = evaluator.beliefs[block.name].tensors[0]
+            if bool((logits - logits.mean(-1, keepdim=True)).abs().max() < _SYMMETRIC):
+                evaluator.set(block.name, old)
+    sweeper.settle(evaluator, rounds=_ROUNDS, settled=_SETTLED)
+
+
+def _check_local(plan: Plan, plates: Mapping[str, int]) -> None:
+    if not any(b.placement for b in plan.blocks):
+        raise CVIError(
+            message(
+                "new data",
+                f"no latent site stands in the plates {sorted(plates)}",
+                "latents of the rows, whose posterior is wanted",
+                "use log_predictive, or pyro.infer.Predictive with this guide",
+            )
+        )
+    sampled = plan.sampled_sites()
+    local = [s for b in plan.blocks if b.placement for s in b.sites if s in sampled]
+    if local:
+        raise CVIError(
+            message(
+                f"latent site '{local[0]}'",
+                "its messages can only be sampled",
+                "local latents with exact messages or quadrature",
+                "fit the new rows with a CVI of their own",
+            )
+        )
+
+
+def carried(guide: AutoCVI, block: Block) -> Belief:
+    """The fitted posterior of a block's sites, laid out as this block."""
+    if block.layout is None:
+        fitted = guide.block_of(block.sites[0])
+        if fitted.sites != block.sites:
+            raise CVIError(
+                message(
+                    f"latent site '{block.sites[0]}'",
+                    f"its block had the sites {fitted.sites} in the fit and has {block.sites} here",
+                    "the same blocks outside of the new rows",
+                    "use the same model for new rows",
+                )
+            )
+        return guide.belief(fitted)
+    layout = block.layout
+    loc, cov = _zeros_like_fitted(guide, block)
+    for site in block.sites:
+        fitted = guide.block_of(site)
+        belief = guide.belief(fitted)
+        assert fitted.layout is not None and isinstance(belief, GaussianBelief)
+        element, position = fitted.layout.element[site], fitted.layout.position[site]
+        loc[layout.element[site], layout.position[site]] = belief.loc[element, position]
+    for name in dict.fromkeys(guide.block_of(s).name for s in block.sites):
+        sites = [s for s in block.sites if guide.block_of(s).name == name]
+        _add_covariance(guide, block, sites, cov)
+    return GaussianBelief(loc, torch.linalg.inv(cov))
+
+
+def _zeros_like_fitted(guide: AutoCVI, block: Block) -> tuple[Tensor, Tensor]:
+    assert block.layout is not None
+    belief = guide.belief(guide.block_of(block.sites[0]))
+    assert isinstance(belief, GaussianBelief)
+    loc = belief.loc.new_zeros(block.layout.count, block.layout.width)
+    return loc, torch.diag_embed(torch.zeros_like(loc))
+
+
+def _add_covariance(guide: AutoCVI, block: Block, sites: Sequence[str], cov: Tensor) -> None:
+    """Covariances within one fitted block, for pairs of scalars of one new element."""
+    fitted = guide.block_of(sites[0])
+    belief = guide.belief(fitted)
+    new, old = block.layout, fitted.layout
+    assert new is not None and old is not None and isinstance(belief, GaussianBelief)
+    e_old = torch.full((new.count, new.width), -1, device=cov.device)
+    p_old = torch.zeros_like(e_old)
+    for s in sites:
+        e_old[new.element[s], new.position[s]] = old.element[s]
+        p_old[new.element[s], new.position[s]] = old.position[s]
+    same = (e_old[:, :, None] == e_old[:, None, :]) & (e_old[:, :, None] >= 0)
+    values = belief.cov[e_old[:, :, None].clamp(min=0), p_old[:, :, None], p_old[:, None, :]]
+    cov += torch.where(same, values, torch.zeros_like(values))
