@@ -384,7 +384,8 @@ class AutoCVI(AutoGuide):
     @property
     def is_fitted(self) -> bool:
         """Whether the posterior has been moved, or loaded."""
-        return self._fitted
+        loaded = self._prepared is None and bool(self._buffers)
+        return self._fitted or loaded
 
     @property
     def _whole(self) -> Plan:
@@ -596,8 +597,7 @@ class AutoCVI(AutoGuide):
         """Sample every latent, inside its plates; called through `guide(...)`."""
         if self._prepared is None:
             self._setup_prototype(*args, **kwargs)
-        plates = self._create_plates(*args, **kwargs)
-        self._set_indices(plates, args, kwargs)
+        plates = self._plates_now(args, kwargs)
         result: dict[str, Tensor] = {}
         for whole in self._whole.blocks:
             block, belief = whole, self.belief(whole)
@@ -619,35 +619,36 @@ class AutoCVI(AutoGuide):
                 result[site] = drawn.in_plates(site, law)
         return {n: result[n] for n in self._whole.latents}
 
-    def _set_indices(
-        self, plates: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Give the plates the elements that the model names itself (`subsample=indices`).
+    def _plates_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The guide's plates, with the elements that the model names itself (`subsample=indices`).
 
         Pyro lets a guide's indices silently replace those of the model; here they agree, or it is an
         error.
         """
         prepared = self._need("a sample")
-        given = [n for n in prepared.given if n in prepared.parts and n in plates]
+        given = [n for n in prepared.given if n in prepared.parts]
         if not given or self._model[0] is None:
-            return
+            plates: dict[str, Any] = self._create_plates(*args, **kwargs)
+            return plates
         with torch.no_grad(), poutine.block():
-            trace = plain_trace(self._model[0], args, kwargs, {})
-        for name, index in subsample_values(trace).items():
-            if name not in given:
-                continue
-            if self.create_plates is None:
-                part = prepared.parts[name]
-                plates[name] = pyro.plate(name, part.full, subsample=index, dim=part.dim)
-            elif not torch.equal(torch.as_tensor(plates[name].indices), torch.as_tensor(index)):
-                raise CVIError(
-                    message(
-                        f"plate '{name}'",
-                        "create_plates gave other indices than the model's own `subsample=`",
-                        "the same indices in model and guide",
-                        "pass the same index tensor to both, or leave create_plates out",
-                    )
-                )
+            trace = plain_trace(self._model[0], args, kwargs, {}, one_state=True)
+        indices = {n: x for n, x in subsample_values(trace).items() if n in given}
+        if self.__dict__["create_plates"] is not None or self.master is not None:
+            plates = self._create_plates(*args, **kwargs)
+            for name, index in indices.items():
+                if name in plates:
+                    _check_indices(name, plates[name], index)
+            return plates
+        parts = prepared.parts
+        own = [
+            pyro.plate(n, parts[n].full, subsample=x, dim=parts[n].dim) for n, x in indices.items()
+        ]
+        self.__dict__["create_plates"] = lambda *args, **kwargs: own
+        try:
+            plates = self._create_plates(*args, **kwargs)
+        finally:
+            self.__dict__["create_plates"] = None
+        return plates
 
     def _sample_chain(self, drawn: _Drawn) -> dict[str, Tensor]:
         """The states in order, each given the one before it."""
@@ -711,6 +712,19 @@ class _Drawn:
                 stack.enter_context(self.plates[name])
             value: Tensor = pyro.sample(site, fn)
         return value
+
+
+def _check_indices(name: str, plate: Any, index: Tensor) -> None:
+    found, wanted = torch.as_tensor(plate.indices), torch.as_tensor(index)
+    if not torch.equal(found.cpu(), wanted.cpu()):
+        raise CVIError(
+            message(
+                f"plate '{name}'",
+                "create_plates gave other indices than the model's own `subsample=`",
+                "the same indices in model and guide",
+                "pass the same index tensor to both, or leave create_plates out",
+            )
+        )
 
 
 def _indices(plate: Any, part: Part) -> Tensor:

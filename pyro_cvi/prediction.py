@@ -50,7 +50,7 @@ def local_posteriors(
     plates: Sequence[str] | None,
     chunk_size: int | None,
 ) -> AutoCVI:
-    """A guide for new rows: the fitted posterior of the shared sites, and the local ones for these rows."""
+    """A guide for new rows: the shared sites as they were fitted, the local ones for these rows."""
     rows = _Rows.of(model, guide, args, kwargs, plates)
     new = AutoCVI(model, max_dense_dim=guide.max_dense_dim, num_samples=guide.num_samples)
     prepared: Prepared | None = None

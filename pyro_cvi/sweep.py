@@ -4,7 +4,9 @@
 - Quadrature: rho = 1, halved until the ELBO rises by KL(q || q') / rho, as a mirror step must.
 - Sampled: Robbins-Monro steps, undone where they clearly lose.
 - Minibatches: the local blocks take their steps first; then the others take rho = 1 with the messages of
-  all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone.
+  all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone. The latter
+  also serves quadrature where the batches of a pass are not those of the pass before: a message that
+  depends on the posterior is then too noisy to be kept.
 
 References: M. E. Khan, W. Lin (2017), arXiv 1703.04265, algorithms 1 and 2; M. D. Hoffman et al. (2013),
 Stochastic variational inference, JMLR 14, for the order of local and global steps.
@@ -185,7 +187,8 @@ class Sweeper:
         rate: float,
     ) -> None:
         """The step of a block outside of the subsampled plates."""
-        if memory is None:
+        exact = evaluator.plan.is_exact(block)
+        if memory is None or (memory.is_mixed and not exact):
             self.noisy(evaluator, block, None, rate)
             return
         plate = _only(prepared)
@@ -197,8 +200,7 @@ class Sweeper:
             _filled(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
         )
         gradient = memory.put(block.name, belief, batch, rest)
-        rho = 1.0 if evaluator.plan.is_exact(block) else _DAMPED
-        self._take(evaluator, block, list(gradient), rho)
+        self._take(evaluator, block, list(gradient), 1.0 if exact else _DAMPED)
 
     # --- one block ---------------------------------------------------------------------------------
 
@@ -252,7 +254,7 @@ class Sweeper:
         before = evaluator.local(block)
         gradient = evaluator.message(block)
         cache = evaluator.forget(evaluator.plan.factors_of(name))
-        slack = _SLACK.get(before.dtype, 1e-6) * float(before.abs() + 1)
+        slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
         rho = self._rho.get(name, 1.0)
         for _ in range(_HALVINGS):
             belief, step = old.moved(gradient, rho)

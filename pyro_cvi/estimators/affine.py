@@ -34,6 +34,7 @@ from pyro_cvi.algebra.expression import (
 )
 from pyro_cvi.estimators.moments import Moments, Pool, Structure
 from pyro_cvi.gaussians import Layout, row_quadratic
+from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["Affine", "NotAffine", "compile_affine", "covariance", "flatten", "read_loc"]
 
@@ -299,12 +300,12 @@ class Affine:
     def _means(self) -> list[_TermMean]:
         return [_TermMean(t, self.structure) for t in self.terms]
 
-    def variance(self, moments: Moments) -> Tensor | float:
+    def variance(self, moments: Moments, *, without_pairs: bool = False) -> Tensor | float:
         """Var e, right-aligned to the expression's shape."""
         total: Tensor | float = 0.0
         for d in self.designs:
             total = contract([(d.variance(moments), d.axes)], self.ndim) + total
-        for pair in self.pairs():
+        for pair in () if without_pairs else self.pairs():
             total = pair(moments, self.ndim) + total
         return total
 
@@ -559,7 +560,8 @@ class _CovReader:
             if same.numel() > _MASK_LIMIT:
                 raise NotAffine("a sum over many elements of a plate inside a square")
             self.mask = same
-        self.element, self.left, self.right = ea, pa, pb
+        self.element, self.left, self.right = (_without_repeats(x) for x in (ea, pa, pb))
+        self.shape = broadcast_shapes(ea.shape, pa.shape, eb.shape, pb.shape)
         self.simple = self._identity(layout, a, b)
 
     def _identity(self, layout: Layout, a: Stat, b: Stat) -> Axes | None:
@@ -595,9 +597,18 @@ class _CovReader:
             order = [self.simple.index(a) for a in self.axes]
             return cov.reshape(shape).permute(order)
         value = cov[self.element, self.left, self.right]
+        value = value.expand(self.shape)
         if self.mask is not None:
             value = value * self.mask
         return value
+
+
+def _without_repeats(index: Tensor) -> Tensor:
+    """The index with size one along axes on which it is constant."""
+    for i in range(index.ndim):
+        if index.shape[i] > 1 and bool((index == index.narrow(i, 0, 1)).all()):
+            index = index.narrow(i, 0, 1)
+    return index
 
 
 def _spread(table: dict[str, Tensor], stat: Stat, axes: Axes) -> Tensor:

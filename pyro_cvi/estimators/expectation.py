@@ -38,7 +38,7 @@ from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.algebra.moves import move
 from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
 from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
-from pyro_cvi.estimators.products import Component, Piece, Product, separated
+from pyro_cvi.estimators.products import Component, Piece, Product, bilinear, separated
 from pyro_cvi.estimators.quadrature import gaussian_expectation
 from pyro_cvi.estimators.statistics import Gather, Summed, summed
 
@@ -84,7 +84,7 @@ class Expectation:
             total = coefficient * contract(pieces, ndim) + total
         return total if isinstance(total, Tensor) else torch.tensor(total)
 
-    def summed(self, weight: Tensor, shape: tuple[int, ...]) -> Summed:
+    def summed(self, weight: Tensor | float, shape: tuple[int, ...]) -> Summed:
         """sum over the cells `shape` of weight * E_q[expression], the weight contracted beforehand."""
         return summed(self.constant, self.terms, weight, shape)
 
@@ -117,7 +117,9 @@ def _compile_term(t: Term, structure: Structure, result: Expectation, learn: boo
             if not _compile_multiplied_out(t, structure, result, learn):
                 _note_sampled(operands, result)
             return
-        apart = separated(component) if isinstance(component, Product) else None
+        apart: list[Piece] | None = None
+        if isinstance(component, Product):
+            apart = separated(component) or bilinear(component)
         compiled.append([(1.0, [component])] if apart is None else apart)
     for choice in itertools.product(*compiled):
         coefficient = t.coefficient * math.prod(c for c, _ in choice)

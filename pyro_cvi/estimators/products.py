@@ -25,7 +25,7 @@ from pyro_cvi.algebra.expression import Axes
 from pyro_cvi.estimators.affine import Affine, Covariance
 from pyro_cvi.estimators.moments import Moments
 
-__all__ = ["Component", "Piece", "Product", "separated"]
+__all__ = ["Component", "Piece", "Product", "bilinear", "separated"]
 
 _WORTH_IT = 4
 """How many times more cells there must be than data and components together."""
@@ -90,6 +90,49 @@ def separated(product: Product) -> list[Piece] | None:
         (1.0, [a.mean(axes), second]),
         (1.0, [rest]),
     ]
+
+
+def bilinear(product: Product) -> list[Piece] | None:
+    """The square of products of blocks (z @ W), with its variance left as contractions.
+
+    sum_nd w_nd Var(sum_k z_nk w_dk) is a sum over small factors: which of them are multiplied first is
+    for the contraction to choose, and cells of n and d need never be formed where the weight is
+    constant.
+    """
+    if product.cov is not None or math.prod(product.shape) < _FEW:
+        return None
+    pairs = product.a.pairs()
+    if not any(a > 0 for pair in pairs for _, axes in pair.pieces for a in axes):
+        return None
+    result: list[Piece] = [(1.0, [_SquareOfMean(product)])]
+    for pair in pairs:
+        parts: list[Component] = [_Part(p, axes, product.axes) for p, axes in pair.pieces]
+        result.append((pair.coefficient, parts))
+    return result
+
+
+class _SquareOfMean:
+    """(E a)^2, and the variance that comes from designs."""
+
+    def __init__(self, product: Product) -> None:
+        self.affine, self.axes, self.shape = product.a, product.axes, product.shape
+
+    def __call__(self, moments: Moments) -> Tensor:
+        mean = self.affine.mean(moments)
+        square = mean * mean + self.affine.variance(moments, without_pairs=True)
+        return square.expand(self.shape)
+
+
+class _Part:
+    """One factor of a covariance, with the product's labels for its cells."""
+
+    def __init__(self, piece: object, axes: Axes, labels: Axes) -> None:
+        self.piece = piece
+        self.axes = tuple(labels[a] if a < 0 else a for a in axes)
+
+    def __call__(self, moments: Moments) -> Tensor:
+        piece = self.piece
+        return piece if isinstance(piece, Tensor) else piece(moments)  # type: ignore[operator]
 
 
 def _count(shape: tuple[int, ...], dims: set[int] | frozenset[int]) -> int:

@@ -38,6 +38,7 @@ class Gather:
         self.shape = shape
         self.selections = _selections(stat.index, shape)
         self.index = stat.index if self.selections is None else None
+        self.device = stat.index.device
 
     def flat(self, moments: Moments) -> Tensor:
         """All of the statistic, flattened."""
@@ -138,18 +139,21 @@ def _selections(index: Tensor, shape: tuple[int, ...]) -> list[Selection] | None
 
 @dataclass(frozen=True, eq=False)
 class Summed:
-    """constant + sum of < S, product of components >."""
+    """constant + sum of < S, product of components >; an S that is None is one."""
 
     constant: Tensor
-    terms: list[tuple[float, Labelled, list[Component]]]
+    terms: list[tuple[float, Labelled | None, list[Component]]]
 
     def __call__(self, moments: Moments) -> Tensor:
         total = self.constant
-        for coefficient, (s, axes), components in self.terms:
-            if len(components) == 1 and isinstance(components[0], Gather):
-                value = torch.dot(s, components[0].flat(moments).to(s.dtype))
+        for coefficient, s, components in self.terms:
+            if s is not None and len(components) == 1 and isinstance(components[0], Gather):
+                flat = components[0].flat(moments)
+                dtype = torch.promote_types(flat.dtype, s[0].dtype)
+                value = torch.dot(s[0].to(dtype), flat.to(dtype))
             else:
-                value = to_scalar([(s, axes), *((c(moments), c.axes) for c in components)])
+                pieces = [(c(moments), c.axes) for c in components]
+                value = to_scalar(pieces if s is None else [s, *pieces])
             total = total + coefficient * value
         return total
 
@@ -157,40 +161,56 @@ class Summed:
 def summed(
     constant: Tensor | float,
     terms: Sequence[tuple[float, list[Labelled], list[Component]]],
-    weight: Tensor,
+    weight: Tensor | float,
     shape: tuple[int, ...],
 ) -> Summed:
     """Contract the weight (right-aligned to `shape`) with the constants of every term."""
-    kept = [d for d in range(-weight.ndim, 0) if weight.shape[d] > 1]
-    labelled = (weight.reshape([weight.shape[d] for d in kept]), tuple(kept))
-    total = _constant_part(constant, labelled, shape)
+    factor, labelled = 1.0, []
+    if isinstance(weight, Tensor):
+        labelled = [_squeezed(weight)]
+    else:
+        factor = weight
+    whole = [*labelled, *([_squeezed(constant)] if isinstance(constant, Tensor) else [])]
+    number = factor if isinstance(constant, Tensor) else factor * constant
+    total = _contracted(whole, (), number * _repeats(shape, _labels(whole)))
     result = []
     for coefficient, consts, components in terms:
-        pieces = [labelled, *consts]
-        present = {a for _, axes in pieces for a in axes}
-        wanted = {a for c in components for a in c.axes}
-        repeats = _repeats(shape, present | wanted)
-        axes = tuple(sorted(present & wanted))
-        s = _einsum(pieces, axes)
+        pieces = [*labelled, *consts]
+        present, wanted = _labels(pieces), {a for c in components for a in c.axes}
+        number = coefficient * factor * _repeats(shape, present | wanted)
         if not components:
-            total = total + coefficient * repeats * s
+            total = total + _contracted(pieces, (), number)
             continue
+        axes = tuple(sorted(present & wanted))
+        s = (_einsum(pieces, axes), axes) if pieces else None
         if len(components) == 1 and isinstance(components[0], Gather):
-            gather = components[0]
-            shape_of = [1 if a not in axes else s.shape[axes.index(a)] for a in gather.axes]
-            order = [axes.index(a) for a in gather.axes if a in axes]
-            s = gather.scattered(s.permute(order).reshape(shape_of))
-        result.append((coefficient * repeats, (s, axes), components))
+            s = _scattered(s, components[0])
+        result.append((number, s, components))
     return Summed(total, result)
 
 
-def _constant_part(constant: Tensor | float, weight: Labelled, shape: tuple[int, ...]) -> Tensor:
-    w, axes = weight
-    if not isinstance(constant, Tensor):
-        return w.sum() * (constant * _repeats(shape, set(axes)))
-    kept = [d for d in range(-constant.ndim, 0) if constant.shape[d] > 1]
-    own = (constant.reshape([constant.shape[d] for d in kept]), tuple(kept))
-    return _einsum([weight, own], ()) * _repeats(shape, {*axes, *kept})
+def _scattered(s: Labelled | None, gather: Gather) -> Labelled:
+    """S over the cells of a gather as one over the scalars that it reads."""
+    device = gather.device
+    tensor, axes = (torch.ones((), dtype=torch.float64, device=device), ()) if s is None else s
+    shape = [1 if a not in axes else tensor.shape[axes.index(a)] for a in gather.axes]
+    order = [axes.index(a) for a in gather.axes if a in axes]
+    return gather.scattered(tensor.permute(order).reshape(shape)), ()
+
+
+def _squeezed(x: Tensor) -> Labelled:
+    kept = [d for d in range(-x.ndim, 0) if x.shape[d] > 1]
+    return x.reshape([x.shape[d] for d in kept]), tuple(kept)
+
+
+def _labels(pieces: Sequence[Labelled]) -> set[int]:
+    return {a for _, axes in pieces for a in axes}
+
+
+def _contracted(pieces: Sequence[Labelled], target: Axes, number: float) -> Tensor:
+    if not pieces:
+        return torch.tensor(number, dtype=torch.float64)
+    return _einsum(pieces, target) * number
 
 
 def _repeats(shape: tuple[int, ...], present: set[int]) -> float:

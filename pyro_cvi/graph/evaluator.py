@@ -87,7 +87,7 @@ class Evaluator:
                 if self._moments is None:
                     self._moments = moments_of(self.plan, self.leaves)
                 moments, probabilities = self._moments
-                if f.weightings and not self.plan.learns:
+                if not self.plan.learns:
                     value = self._statistics_of(f)(moments)
                 else:
                     value = f(moments, probabilities)
@@ -102,7 +102,8 @@ class Evaluator:
         if known is None or known[0] != key:
             with torch.no_grad():
                 weight = f.full_weight(self.leaves)
-                shape = broadcast_shapes(f.expectation.shape, weight.shape)
+                own = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+                shape = broadcast_shapes(f.expectation.shape, own)
                 known = (key, f.expectation.summed(weight, shape))
             self._statistics[f.name] = known
         return known[1]

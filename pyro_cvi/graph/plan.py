@@ -192,11 +192,9 @@ class CompiledFactor:
         total = value.sum()
         return total if repeats == 1 else total * repeats
 
-    def full_weight(self, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
+    def full_weight(self, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor | float:
         """Weight times the probabilities of all discrete sites, cell by cell."""
-        weight = self._weight_with(self.weightings, probabilities)
-        assert isinstance(weight, Tensor)
-        return weight
+        return self._weight_with(self.weightings, probabilities)
 
     def weighted(
         self,

@@ -49,8 +49,8 @@ class Prepared:
     """The plan for one model and one set of arguments.
 
     `parts` are the plates that hold some of their elements, `window` the elements; `given` names the
-    plates whose indices came with the model. `age` counts the analyses of a subsampled model; `sizes` are
-    those of all plates.
+    plates whose indices came with the model. `age` counts the analyses of a subsampled model; `sizes`
+    are those of all plates.
     """
 
     plan: Plan

@@ -66,6 +66,8 @@ class SiteMessages:
     """The messages of the batches of one plate to the blocks outside of it.
 
     With `fitted` the present posterior counts as the outcome of an earlier pass over all elements.
+    It `is_mixed` when batches come that are not those of the pass before: what is left of an old batch is
+    then only a share of its message.
     """
 
     def __init__(self, full: int, *, fitted: bool) -> None:
@@ -76,6 +78,7 @@ class SiteMessages:
         self._centre: dict[str, Tensor] = {}
         self._covered = full if fitted else 0
         self._current = 0
+        self.is_mixed = False
         self._undo: tuple[Tensor, Tensor, dict[int, _Slot], dict[str, Tensors], int] | None = None
 
     def begin(self, index: Tensor) -> None:
@@ -83,7 +86,9 @@ class SiteMessages:
         index = index.cpu()
         old = self._owner[index]
         self._undo = (index, old, dict(self._slots), dict(self._sums), self._covered)
-        for key, n in zip(*(x.tolist() for x in old.unique(return_counts=True)), strict=True):
+        keys, counts = old.unique(return_counts=True)
+        self.is_mixed = self.is_mixed or (self._covered == self.full and len(keys) > 1)
+        for key, n in zip(keys.tolist(), counts.tolist(), strict=True):
             if key < 0:
                 self._covered += n
                 continue

@@ -31,6 +31,8 @@ SITES = {
         SiteRef("tau", (4,), 0, "positive"),
         SiteRef("b", (4,), 0, "unit"),
         SiteRef("th", (2, 3), 1, "simplex"),
+        SiteRef("Q", (3, 3, 3), 2, "positive_definite"),
+        SiteRef("q1", (2, 1, 1), 2, "positive_definite"),
     )
 }
 
@@ -44,6 +46,8 @@ def site_values(dtype: torch.dtype) -> dict[str, Tensor]:
             return x.abs() + 0.3
         if ref.kind == "unit":
             return 0.1 + 0.8 * torch.sigmoid(x)
+        if ref.kind == "positive_definite":
+            return x @ x.mT + 0.5 * torch.eye(ref.shape[-1], dtype=dtype)
         return torch.softmax(x, -1) if ref.kind == "simplex" else x
 
     return {name: draw(ref) for name, ref in SITES.items()}

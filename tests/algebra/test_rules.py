@@ -83,6 +83,8 @@ EXACT: dict[str, Claim] = {
     "log(1 - b)": lambda k: torch.log(1 - k.b) + torch.log1p(-k.b),
     "division by a simplex site's sum": lambda k: (k.th / k.th.sum(-1, keepdim=True)).log(),
     "a square of a predictor": lambda k: (k.X @ k.u + k.s - 1) ** 2,
+    "the log-determinant of scaled matrices": lambda k: torch.logdet(2 * k.tau[0] * k.Q[k.j]),
+    "the log of a determinant": lambda k: torch.det(k.Q).log(),
     "an index of a power": lambda k: k.tau.rsqrt()[k.i],
 }
 

@@ -19,7 +19,7 @@ class Case:
     parameters: dict[str, Callable[[Tensor], Tensor]]
     event: tuple[int, ...] = ()  # event shape of each parameter that has one
     fixed: tuple[str, ...] = ()  # parameters that no latent may enter
-    value: str = "sample"  # support of the value when it is latent: real, positive, unit, simplex
+    value: str = "sample"  # support of the value when it is latent: a key of DOMAIN
 
 
 def real(x: Tensor) -> Tensor:
@@ -50,6 +50,11 @@ def spd(x: Tensor) -> Tensor:
     return root @ root.mT
 
 
+def degrees(x: Tensor) -> Tensor:
+    """Degrees of freedom of a Wishart in n dimensions, (*batch, n) -> (*batch,)."""
+    return x.shape[-1] + x[..., 0].exp()
+
+
 td = torch.distributions
 CASES = {
     "Normal": Case(td.Normal, dist.Normal, {"loc": real, "scale": positive}, value="real"),
@@ -64,12 +69,24 @@ CASES = {
     "MVN precision": Case(
         td.MultivariateNormal,
         lambda loc, m: dist.MultivariateNormal(loc, precision_matrix=m),
-        {"loc": real, "m": spd}, (3,), ("m",), "real",
+        {"loc": real, "m": spd}, (3,), value="real",
     ),
     "MVN scale_tril": Case(
         td.MultivariateNormal,
         lambda loc, m: dist.MultivariateNormal(loc, scale_tril=m),
         {"loc": real, "m": tril}, (3,), ("m",), "real",
+    ),
+    "Wishart covariance": Case(
+        td.Wishart, lambda df, m: dist.Wishart(df, covariance_matrix=m),
+        {"df": degrees, "m": spd}, (3,), ("df", "m"), "positive_definite",
+    ),
+    "Wishart precision": Case(
+        td.Wishart, lambda df, m: dist.Wishart(df, precision_matrix=m),
+        {"df": degrees, "m": spd}, (3,), ("df",), "positive_definite",
+    ),
+    "Wishart scale_tril": Case(
+        td.Wishart, lambda df, m: dist.Wishart(df, scale_tril=m),
+        {"df": degrees, "m": tril}, (3,), ("df", "m"), "positive_definite",
     ),
     "Gamma": Case(
         td.Gamma, dist.Gamma, {"concentration": positive, "rate": positive}, value="positive"
@@ -122,7 +139,9 @@ CASES = {
     "Poisson": Case(td.Poisson, dist.Poisson, {"rate": positive}),
 }  # fmt: skip
 
-KIND = {real: "real", positive: "positive", unit: "unit", simplex: "simplex"}
-DOMAIN = {"real": real, "positive": positive, "unit": unit, "simplex": simplex}
+KIND = {
+    real: "real", positive: "positive", unit: "unit", simplex: "simplex", spd: "positive_definite"
+}  # fmt: skip
+DOMAIN = {kind: domain for domain, kind in KIND.items()}
 OPAQUE_IN_A_LATENT = {"Categorical logits", "OneHotCategorical logits", "Multinomial logits"}
 """Normalised by logsumexp, which has no rule."""

@@ -42,6 +42,24 @@ def gaussian(generator: torch.Generator, d: int) -> Natural:
     return f.from_loc_precision(loc, root @ root.mT + 0.5 * torch.eye(d, dtype=torch.float64))
 
 
+def wishart(generator: torch.Generator, d: int) -> Natural:
+    _, second = gaussian(generator, d)
+    return second, torch.rand(BATCH, generator=generator, dtype=torch.float64) * 2 - 0.4
+
+
+@torch.distributions.kl.register_kl(torch.distributions.Wishart, torch.distributions.Wishart)
+def kl_of_wisharts(p: torch.distributions.Wishart, q: torch.distributions.Wishart) -> Tensor:
+    """The textbook's, in nu and V; torch has none."""
+    d = p.event_shape[-1]
+    halves = torch.arange(d, dtype=torch.float64) / 2
+    psi = torch.digamma(p.df.unsqueeze(-1) / 2 - halves).sum(-1)
+    ratio = q.precision_matrix @ torch.linalg.inv(p.precision_matrix)
+    trace = ratio.diagonal(dim1=-2, dim2=-1).sum(-1)
+    gammas = torch.mvlgamma(q.df / 2, d) - torch.mvlgamma(p.df / 2, d)
+    logs = gammas - q.df / 2 * torch.logdet(ratio) + (p.df - q.df) / 2 * psi
+    return logs + p.df / 2 * (trace - d)
+
+
 def scalars(*values: float) -> Natural:
     return tuple(torch.tensor([v], dtype=torch.float64) for v in values)
 
@@ -105,6 +123,24 @@ CASES = [
         f.GAUSSIAN,
         lambda g: gaussian(g, 1),
         ((vector(0.0), torch.zeros(1, 1, 1)), (vector(0.0), torch.ones(1, 1, 1))),
+        degrees=2,
+    ),
+    Case(
+        f.WISHART,
+        lambda g: wishart(g, 3),
+        (
+            (torch.zeros(1, 2, 2), *scalars(0.0)),
+            (-torch.eye(2)[None], *scalars(-1.0)),
+            (torch.diag_embed(vector(-1.0, 0.1)), *scalars(0.0)),
+            (torch.full((1, 2, 2), NAN), *scalars(0.0)),
+            (-torch.eye(2)[None], *scalars(INF)),
+        ),
+        degrees=7,
+    ),
+    Case(
+        f.WISHART,
+        lambda g: wishart(g, 1),
+        ((torch.zeros(1, 1, 1), *scalars(0.0)), (-torch.ones(1, 1, 1), *scalars(-2.0))),
         degrees=2,
     ),
 ]

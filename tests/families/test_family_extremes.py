@@ -13,9 +13,12 @@ from pyro_cvi.families import (
     GAMMA,
     GAUSSIAN,
     INVERSE_GAMMA,
+    WISHART,
+    Natural,
     from_loc_precision,
     special,
 )
+from pyro_cvi.families.wishart import wishart_shape
 
 mpf = mpmath.mpf
 
@@ -204,6 +207,112 @@ def test_gaussian_kl_keeps_twelve_digits_in_ten_dimensions(scale: float) -> None
     expected = (trace - d - mpmath.log(mpmath.det(ratio)) + quadratic) / 2
     error = float(abs(mpf(GAUSSIAN.kl(p, q).item()) - expected))
     assert error < 1e-13 * (1 + 10 * float(expected))
+
+
+class ExactWishart:
+    """Textbook formulas with sixty digits, of the numbers that are stored."""
+
+    def __init__(self, natural: Natural) -> None:
+        self.d = d = natural[0].shape[-1]
+        self.rate = -mpmath.matrix(natural[0].tolist())
+        self.a = mpf(natural[1].item()) + mpf(d + 1) / 2
+        halves = [mpf(j) / 2 for j in range(d)]
+        self.log_gamma = d * (d - 1) / mpf(4) * mpmath.log(mpmath.pi)
+        self.log_gamma += sum(mpmath.loggamma(self.a - h) for h in halves)
+        self.digamma = sum(mpmath.digamma(self.a - h) for h in halves)
+        self.log_det = mpmath.log(mpmath.det(self.rate))
+
+    def kl(self, other: "ExactWishart") -> mpmath.mpf:
+        ratio = other.rate * self.rate**-1
+        trace = sum(ratio[i, i] for i in range(self.d))
+        value = other.log_gamma - self.log_gamma - (other.a - self.a) * self.digamma
+        return value - other.a * (other.log_det - self.log_det) + self.a * (trace - self.d)
+
+    def entropy(self) -> mpmath.mpf:
+        half = mpf(self.d + 1) / 2
+        value = self.log_gamma + self.a * self.d - (self.a - half) * self.digamma
+        return value - half * self.log_det
+
+    def log_prob(self, x: Tensor) -> mpmath.mpf:
+        matrix = mpmath.matrix(x.tolist())
+        product = self.rate * matrix
+        trace = sum(product[i, i] for i in range(self.d))
+        logs = (self.a - mpf(self.d + 1) / 2) * mpmath.log(mpmath.det(matrix))
+        return logs - trace - self.log_gamma + self.a * self.log_det
+
+
+@pytest.mark.parametrize("d", [1, 3, 8])
+@pytest.mark.parametrize("shape", [1e-8, 1e-3, 1.0, 50.0, 1e4, 1e7])
+@pytest.mark.parametrize("relative", [1e-6, 1e-3, 1.0])
+def test_wishart_does_not_cancel(d: int, shape: float, relative: float) -> None:
+    root = torch.randn(d, d)
+    rate = root @ root.mT + torch.eye(d)
+    p = (-rate * (shape + d), torch.tensor(shape - 1))
+    changed = rate * (shape * (1 + relative) + d) + shape**0.5 * relative * torch.eye(d)
+    q = (-changed, torch.tensor(shape * (1 + relative) - 1))
+    exact = ExactWishart(p)
+    kl, entropy = exact.kl(ExactWishart(q)), exact.entropy()
+    bound = 1e-13 * d * (1 + float(kl) + shape**0.5)
+    assert float(abs(mpf(WISHART.kl(p, q).item()) - kl)) < bound
+    assert float(abs(mpf(WISHART.entropy(p).item()) - entropy)) < 1e-13 * (1 + abs(float(entropy)))
+    if shape >= 1:  # else draws are singular
+        x = WISHART.to_distribution(p).sample()
+        log_prob = exact.log_prob(x)
+        error = float(abs(mpf(WISHART.log_prob(p, x).item()) - log_prob))
+        assert error < 1e-14 * d * (10 + abs(float(log_prob)) + 10 * shape**0.5)
+    # The gap log det E[X] - E[log det X] is d (d + 1)/(4 a), of logarithms of a few units each.
+    back = WISHART.to_natural(WISHART.to_mean(p))
+    tolerance = 1e-15 * (10 + 20 * shape)
+    torch.testing.assert_close(back[1] + 1, p[1] + 1, rtol=tolerance, atol=0)
+    torch.testing.assert_close(back[0], p[0], rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("d", [1, 2, 5, 50])
+def test_wishart_shape_is_found_at_every_size(d: int) -> None:
+    smallest = torch.logspace(-12, 6, 200)
+    k = torch.arange(d) / 2
+    c, h = smallest.unsqueeze(-1) + k, (d - 1) / 2 - k
+    gap = (special.log_minus_digamma(c) + torch.log1p(h / c)).sum(-1)
+    torch.testing.assert_close(wishart_shape(gap, d), smallest, rtol=1e-11, atol=0)
+    single = wishart_shape(gap[60:].float(), d)
+    torch.testing.assert_close(single, smallest[60:].float(), rtol=1e-3, atol=0)
+
+
+def test_wishart_of_one_dimension_is_the_gamma() -> None:
+    a, b = torch.rand(6) * 5 + 0.1, torch.rand(6) + 0.1
+    gamma, wishart = (a - 1, -b), (-b[:, None, None], a - 1)
+    direction = torch.randn(2, 6)
+    other = direction[1][:, None, None], direction[0]
+    pairs = [
+        (WISHART.max_step(wishart, other), GAMMA.max_step(gamma, tuple(direction))),
+        (WISHART.entropy(wishart), GAMMA.entropy(gamma)),
+        (WISHART.log_partition(wishart), GAMMA.log_partition(gamma)),
+        *zip(WISHART.to_mean(wishart), GAMMA.to_mean(gamma)[::-1], strict=True),
+        *zip(
+            WISHART.fisher_solve(wishart, other),
+            GAMMA.fisher_solve(gamma, tuple(direction))[::-1],
+            strict=True,
+        ),
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.reshape(6), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_wishart_reads_the_symmetric_part_of_a_matrix() -> None:
+    root, skew = torch.randn(2, 3, 3)
+    natural = -(root @ root.mT) - torch.eye(3), torch.tensor(0.7)
+    tilted = natural[0] + skew - skew.mT, natural[1]
+    gradient, direction = (torch.randn(3, 3), torch.tensor(0.3)), (skew, torch.tensor(0.1))
+    for function in (
+        lambda n: WISHART.to_mean(n),
+        lambda n: WISHART.fisher_solve(n, gradient),
+        lambda n: WISHART.retract(n, direction, 1.0),
+        lambda n: WISHART.natural_of_core(WISHART.to_distribution(n)),
+    ):
+        for ours, theirs in zip(function(tilted), function(natural), strict=True):
+            torch.testing.assert_close(ours, theirs)
+            assert ours.dim() == 0 or torch.equal(ours, ours.mT)
+    assert WISHART.is_proper(tilted)
 
 
 def test_retraction_of_a_gamma_never_reaches_zero() -> None:

@@ -15,6 +15,7 @@ from pyro_cvi.families import (
     GAMMA,
     GAUSSIAN,
     INVERSE_GAMMA,
+    WISHART,
     Categorical,
     Gamma,
     family_of,
@@ -39,6 +40,8 @@ KNOWN = [
     (torch.distributions.InverseGamma(ONE, ONE), INVERSE_GAMMA),
     (dist.Beta(ONE, ONE), BETA),
     (dist.Dirichlet(torch.ones(3)), DIRICHLET),
+    (dist.Wishart(3.0, EYE), WISHART),
+    (dist.Wishart(3 * ONE, precision_matrix=EYE), WISHART),
     (dist.Categorical(torch.ones(3)), CATEGORICAL),
     (dist.Bernoulli(ONE / 2), BERNOULLI),
 ]
@@ -96,6 +99,27 @@ def test_naturals_of_the_special_cases() -> None:
     assert n.tolist() == [[[-2.0]], [[-2.0]]]
     expanded = dist.ExpandedDistribution(dist.Beta(ONE, ONE), torch.Size([3]))
     assert [tuple(a.shape) for a in BETA.from_distribution(expanded)] == [(3,), (3,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_naturals_of_a_wishart_from_each_of_its_parameters(dtype: torch.dtype) -> None:
+    root = torch.randn(2, 3, 3, dtype=dtype)
+    covariance = root @ root.mT + torch.eye(3, dtype=dtype)
+    precision = torch.linalg.inv(covariance)
+    tolerance = 1e3 * torch.finfo(dtype).eps
+    for df in (5.0, torch.tensor(5), torch.tensor(5.0, dtype=dtype)):
+        for parameter in (
+            {"covariance_matrix": covariance},
+            {"precision_matrix": precision},
+            {"scale_tril": torch.linalg.cholesky(covariance)},
+        ):
+            natural = WISHART.from_distribution(dist.Wishart(df, **parameter).expand([4, 2]))
+            for actual, expected in zip(
+                natural,
+                (-precision.expand(4, 2, 3, 3) / 2, torch.full((4, 2), 0.5, dtype=dtype)),
+                strict=True,
+            ):
+                torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_gaussian_conversions_agree() -> None:

@@ -1,0 +1,406 @@
+"""Minibatches: the stochastic rule is SVI, stored messages are exact, local latents are kept by element."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+
+from pyro_cvi import CVI, AutoCVI
+from pyro_cvi.errors import CVIError
+from pyro_cvi.graph.stored import Batches, SiteMessages
+from pyro_cvi.updates import FamilyBelief
+
+N, K = 60, 3
+
+
+def mixture(x, idx=None, size=None):
+    """Known noise: given the states, means and weights are independent of each other."""
+    pi = pyro.sample("pi", dist.Dirichlet(torch.full((K,), 2.0)))
+    with pyro.plate("components", K):
+        mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+    with pyro.plate("data", len(x), subsample=idx, subsample_size=size) as i:
+        z = pyro.sample("z", dist.Categorical(pi))
+        pyro.sample("x", dist.Normal(mu[z], 0.7), obs=x[i])
+
+
+def data():
+    return torch.cat([torch.randn(N // 3) * 0.7 + m for m in (-4.0, 0.0, 4.0)])[torch.randperm(N)]
+
+
+def svi_step(x, total, alpha, m, v, rho):
+    """Hoffman et al. (2013), figure 4: local optimum, intermediate global parameters, average."""
+    log_pi = torch.digamma(alpha) - torch.digamma(alpha.sum())
+    logits = log_pi - 0.5 * ((x[:, None] - m) ** 2 + v) / 0.49
+    r = logits.softmax(-1)
+    scale = total / len(x)
+    alpha_hat = 2.0 + scale * r.sum(0)
+    precision_hat = 1 / 9 + scale * r.sum(0) / 0.49
+    first_hat = scale * (r * x[:, None]).sum(0) / 0.49
+    precision = (1 - rho) / v + rho * precision_hat
+    first = (1 - rho) * m / v + rho * first_hat
+    return (1 - rho) * alpha + rho * alpha_hat, first / precision, 1 / precision
+
+
+def test_the_stochastic_rule_is_svi_step_by_step():
+    x = data()
+    guide = AutoCVI(mixture)
+    cvi = CVI(mixture, guide, minibatch="stochastic", delay=2.0, forget=0.8)
+    order = torch.randperm(N)
+    cvi.step(x, order[:12])  # the start, which breaks the symmetry, is not part of the rule
+    q = guide.posterior("mu")
+    state = (guide.posterior("pi").concentration, q.loc, q.scale**2)
+    for t, batch in enumerate([*order[12:].split(14), order[:9]], start=1):
+        cvi.step(x, batch)
+        state = svi_step(x[batch], N, *state, (t + 2.0) ** -0.8)
+        q = guide.posterior("mu")
+        torch.testing.assert_close(guide.posterior("pi").concentration, state[0])
+        torch.testing.assert_close(q.loc, state[1])
+        torch.testing.assert_close(q.scale**2, state[2])
+
+
+def regression(x, y, idx=None, size=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), 2.0).to_event(1))
+    with pyro.plate("rows", len(x), subsample=idx, subsample_size=size) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, 0.5), obs=y[i])
+
+
+def regression_data(n=50, d=3, far=0.0):
+    x = torch.randn(n, d)
+    return x, x @ torch.randn(d) + 0.5 * torch.randn(n) + far
+
+
+def closed_form(x, y):
+    precision = torch.eye(x.shape[1], dtype=x.dtype) / 4 + x.T @ x / 0.25
+    return torch.linalg.solve(precision, x.T @ y / 0.25), precision
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_pass_with_stored_messages_is_the_exact_posterior(dtype):
+    torch.set_default_dtype(dtype)
+    x, y = regression_data()
+    guide = AutoCVI(regression)
+    cvi = CVI(regression, guide)
+    for batch in torch.randperm(50).split(12):  # the last one has two rows
+        cvi.step(x, y, batch)
+    q, (m, precision) = guide.posterior("w"), closed_form(x, y)
+    tol = 1e-8 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(q.loc, m, atol=tol, rtol=tol)
+    torch.testing.assert_close(q.precision_matrix, precision, atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("size", [10, 12])
+def test_a_plate_that_draws_its_rows_sees_every_row_in_a_pass(size):
+    x, y = regression_data()
+    guide = AutoCVI(regression)
+    CVI(regression, guide).run(x, y, None, size, num_steps=-(-50 // size))
+    q, (m, precision) = guide.posterior("w"), closed_form(x, y)
+    # With 12 rows the last batch is filled up from the first, whose message then stands for fewer.
+    tol = 1e-9 if size == 10 else 0.05
+    torch.testing.assert_close(q.loc, m, atol=tol, rtol=tol)
+    if size == 10:
+        torch.testing.assert_close(q.precision_matrix, precision)
+
+
+def test_batches_that_overlap_count_every_row_once():
+    x, y = regression_data()
+    guide = AutoCVI(regression)
+    cvi = CVI(regression, guide)
+    for _ in range(7):
+        cvi.step(x, y, torch.randperm(50)[:20])
+    for batch in torch.randperm(50).split(10):  # a pass without overlap: nothing old is left
+        cvi.step(x, y, batch)
+    q, (m, precision) = guide.posterior("w"), closed_form(x, y)
+    torch.testing.assert_close(q.loc, m, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(q.precision_matrix, precision)
+
+
+def noisy_regression(x, y, idx=None):
+    tau = pyro.sample("tau", dist.Gamma(2.0, 1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), 2.0).to_event(1))
+    with pyro.plate("rows", len(x), subsample=idx) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, tau.rsqrt()), obs=y[i])
+
+
+def test_passes_over_the_same_batches_end_at_the_optimum_of_all_rows():
+    x, y = regression_data()
+    full, batched = AutoCVI(noisy_regression), AutoCVI(noisy_regression)
+    CVI(noisy_regression, full).run(x, y, num_steps=200, tol=1e-14)
+    cvi = CVI(noisy_regression, batched)
+    for _ in range(40):
+        for batch in torch.arange(50).split(13):
+            cvi.step(x, y, batch)
+    torch.testing.assert_close(
+        batched.posterior("w").loc, full.posterior("w").loc, atol=1e-8, rtol=1e-8
+    )
+    torch.testing.assert_close(
+        batched.posterior("tau").rate, full.posterior("tau").rate, atol=1e-8, rtol=1e-8
+    )
+
+
+def logistic(x, y, idx=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), 2.0).to_event(1))
+    with pyro.plate("rows", len(x), subsample=idx) as i:
+        pyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
+
+
+def test_stored_messages_of_quadrature_factors_reach_the_full_optimum():
+    x = torch.randn(200, 4)
+    y = (torch.rand(200) < torch.sigmoid(x @ torch.tensor([1.0, -1.0, 0.5, 2.0]))).double()
+    full, batched = AutoCVI(logistic), AutoCVI(logistic)
+    CVI(logistic, full).run(x, y, num_steps=100, tol=1e-14)
+    cvi = CVI(logistic, batched)
+    batches = torch.randperm(200).split(40)
+    for _ in range(25):
+        for i in torch.randperm(5).tolist():
+            cvi.step(x, y, batches[i])
+    a, b = batched.posterior("w"), full.posterior("w")
+    torch.testing.assert_close(a.loc, b.loc, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.covariance_matrix, b.covariance_matrix, atol=1e-5, rtol=1e-4)
+
+
+def test_quadrature_in_batches_that_are_mixed_anew_goes_over_to_the_stochastic_rule():
+    x = torch.randn(200, 4)
+    y = (torch.rand(200) < torch.sigmoid(x @ torch.tensor([1.0, -1.0, 0.5, 2.0]))).double()
+    full, batched = AutoCVI(logistic), AutoCVI(logistic)
+    CVI(logistic, full).run(x, y, num_steps=100, tol=1e-14)
+    cvi = CVI(logistic, batched)
+    for _ in range(25):
+        for batch in torch.randperm(200).split(40):
+            cvi.step(x, y, batch)
+    a, b = batched.posterior("w"), full.posterior("w")
+    sd = b.covariance_matrix.diagonal().sqrt()
+    assert float(((a.loc - b.loc) / sd).abs().max()) < 0.1
+
+
+def test_rows_far_from_zero_keep_their_digits_in_float32():
+    torch.set_default_dtype(torch.float32)
+
+    def model(y, idx=None):
+        m = pyro.sample("m", dist.Normal(10000.0, 10.0))
+        with pyro.plate("rows", len(y), subsample=idx) as i:
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y[i])
+
+    y = 10003.0 + torch.randn(40)
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    for batch in torch.arange(40).split(8):
+        cvi.step(y, batch)
+    precision = 0.01 + 40
+    expected = 10000.0 + float((y.double() - 10000.0).sum()) / precision
+    assert float(guide.posterior("m").loc) == pytest.approx(expected, abs=2e-3)
+
+
+# --- local latents ---------------------------------------------------------------------------------
+
+
+def test_a_mixture_in_minibatches_ends_where_the_whole_data_does():
+    x = data()
+    full, batched = AutoCVI(mixture), AutoCVI(mixture)
+    CVI(mixture, full).run(x, num_steps=200, tol=1e-14)
+    cvi = CVI(mixture, batched)
+    for _ in range(60):
+        for batch in torch.arange(N).split(17):
+            cvi.step(x, batch)
+    a, order_a = batched.posterior("mu").loc.sort()
+    b, order_b = full.posterior("mu").loc.sort()
+    torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-7)
+    p, q = batched.posterior("z").probs[:, order_a], full.posterior("z").probs[:, order_b]
+    torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
+
+
+def factor_model(x, idx=None, size=None):
+    """Local Gaussians of two sites in one plate, beside a shared weight and a shared offset."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    c = pyro.sample("c", dist.Normal(0.0, 5.0))
+    with pyro.plate("rows", len(x), subsample=idx, subsample_size=size, dim=-1) as i:
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 0.5).to_event(1))
+        m = torch.stack([c + a + w[0] * 0, a + b[..., 0], w[1] + b[..., 1]], -1)
+        pyro.sample("x", dist.Normal(m, 0.3).to_event(1), obs=x[i])
+
+
+def test_local_gaussians_of_several_sites_are_kept_by_element():
+    x = torch.randn(20, 3) + 2
+    batched = AutoCVI(factor_model)
+    cvi = CVI(factor_model, batched)
+    for _ in range(300):
+        for batch in torch.arange(20).split(6):
+            cvi.step(x, batch)
+    assert [b.structure for b in batched.plan.blocks] == ["dense", "plated"]
+    # the same mean field, by hand: rows given (w, c), and (w, c) given rows
+    w1, c, pw, pc = 0.0, 0.0, 1.0, 0.04
+    for _ in range(3000):
+        first = x[:, 0] - c
+        # a, b0 jointly; b1 on its own
+        precision = torch.tensor([[1 + 2 / 0.09, 1 / 0.09], [1 / 0.09, 4 + 1 / 0.09]])
+        rhs = torch.stack([(first + x[:, 1]) / 0.09, x[:, 1] / 0.09], -1)
+        ab = torch.linalg.solve(precision, rhs.T).T
+        b1 = ((x[:, 2] - w1) / 0.09) / (4 + 1 / 0.09)
+        pc, pw = 0.04 + 20 / 0.09, 1 + 20 / 0.09
+        c = float(((x[:, 0] - ab[:, 0]) / 0.09).sum() / pc)
+        w1 = float(((x[:, 2] - b1) / 0.09).sum() / pw)
+    torch.testing.assert_close(batched.posterior("a").loc, ab[:, 0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(batched.posterior("b").loc[:, 1], b1, atol=1e-6, rtol=1e-6)
+    assert float(batched.posterior("c").loc) == pytest.approx(c, abs=1e-6)
+    assert float(batched.posterior("c").scale) == pytest.approx(pc**-0.5, rel=1e-6)
+    assert batched.posterior("a").batch_shape == (20,)
+
+
+def test_a_chain_of_states_in_subsampled_sequences():
+    mu = torch.tensor([-2.0, 2.0])
+    table = torch.tensor([[0.8, 0.2], [0.3, 0.7]])
+
+    def model(x, idx=None):
+        with pyro.plate("sequences", len(x), subsample=idx) as i:
+            z = None
+            for t in pyro.markov(range(x.shape[1])):
+                p = torch.ones(2) / 2 if z is None else table[z]
+                z = pyro.sample(f"z_{t}", dist.Categorical(p))
+                pyro.sample(f"x_{t}", dist.Normal(mu[z], 1.0), obs=x[i, t])
+
+    x = torch.randn(7, 4)
+    full, batched = AutoCVI(model), AutoCVI(model)
+    CVI(model, full).step(x)
+    cvi = CVI(model, batched)
+    for batch in torch.arange(7).split(3):
+        cvi.step(x, batch)
+    for t in range(4):
+        torch.testing.assert_close(
+            batched.posterior(f"z_{t}").probs, full.posterior(f"z_{t}").probs
+        )
+
+
+def test_the_average_loss_of_a_partition_is_the_loss_of_all_rows():
+    x, y = regression_data(48)
+    guide = AutoCVI(regression)
+    cvi = CVI(regression, guide)
+    cvi.step(x, y)
+    whole = cvi.evaluate_loss(x, y)
+    parts = [cvi.evaluate_loss(x, y, batch) for batch in torch.randperm(48).split(8)]
+    assert sum(parts) / 6 == pytest.approx(whole, rel=1e-12)
+
+
+def test_the_loss_of_a_minibatch_is_that_of_pyro():
+    """Scales of local latents: the guide's own ELBO by Pyro, on the same elements."""
+    x = data()
+    guide = AutoCVI(mixture)
+    cvi = CVI(mixture, guide)
+    batch = torch.arange(N)[::4]
+    for _ in range(3):
+        cvi.step(x, batch)
+    found = cvi.evaluate_loss(x, batch)
+    values = torch.tensor([Trace_ELBO().loss(mixture, guide, x, batch) for _ in range(300)])
+    assert abs(float(values.mean()) - found) < 4 * float(values.std()) / 300**0.5
+
+
+# --- what can go wrong -----------------------------------------------------------------------------
+
+
+def test_a_batch_that_fails_leaves_everything_as_it_was():
+    x, y = regression_data()
+    guide, clean = AutoCVI(regression), AutoCVI(regression)
+    cvi, other = CVI(regression, guide), CVI(regression, clean)
+    batches = list(torch.arange(50).split(10))
+    bad = y.clone()
+    bad[15] = torch.nan
+    for k, batch in enumerate(batches):
+        if k == 1:
+            with pytest.raises(CVIError, match="NaN"):
+                cvi.step(x, bad, batch)
+        cvi.step(x, y, batch)
+        other.step(x, y, batch)
+    assert torch.equal(guide.posterior("w").loc, clean.posterior("w").loc)
+
+
+def test_a_new_cvi_goes_on_from_a_fitted_posterior():
+    x, y = regression_data()
+    guide = AutoCVI(regression)
+    CVI(regression, guide).step(x, y)
+    before = copy.deepcopy(guide.state_dict())
+    CVI(regression, guide).step(x, y, torch.arange(10))
+    q, (m, _) = guide.posterior("w"), closed_form(x, y)
+    sd = q.covariance_matrix.diagonal().sqrt()
+    assert float(((q.loc - m) / sd).abs().max()) < 2.0
+    assert set(guide.state_dict()) == set(before)
+
+
+def test_local_posteriors_survive_a_state_dict():
+    x = data()
+    guide = AutoCVI(mixture)
+    cvi = CVI(mixture, guide)
+    for batch in torch.arange(N).split(20):
+        cvi.step(x, batch)
+    other = AutoCVI(mixture)
+    other.load_state_dict(guide.state_dict())
+    CVI(mixture, other).evaluate_loss(x, torch.arange(20))
+    other(x, torch.arange(5))
+    torch.testing.assert_close(other.posterior("z").probs, guide.posterior("z").probs)
+    torch.testing.assert_close(other.posterior("mu").loc, guide.posterior("mu").loc)
+
+
+def test_a_guide_draws_the_elements_that_the_model_names():
+    x = data()
+    guide = AutoCVI(mixture)
+    cvi = CVI(mixture, guide)
+    for batch in torch.arange(N).split(20):
+        cvi.step(x, batch)
+    batch = torch.tensor([3, 40, 11])
+    p = guide.posterior("z").probs[batch]
+    drawn = torch.stack([guide(x, batch)["z"] for _ in range(400)])
+    frequency = torch.nn.functional.one_hot(drawn, K).double().mean(0)
+    assert float((frequency - p).abs().max()) < 4 * 0.5 / 400**0.5
+
+
+def test_indices_of_model_and_guide_that_differ_are_an_error():
+    x = data()
+    guide = AutoCVI(
+        mixture, create_plates=lambda x, idx=None: pyro.plate("data", N, subsample=idx.flip(0))
+    )
+    CVI(mixture, guide).step(x, torch.arange(6))
+    with pytest.raises(CVIError, match="plate 'data'.*other indices"):
+        guide(x, torch.arange(6))
+
+
+def test_options_are_checked():
+    guide = AutoCVI(mixture)
+    with pytest.raises(CVIError, match="minibatch is 'saga'"):
+        CVI(mixture, guide, minibatch="saga")
+    with pytest.raises(CVIError, match="forget"):
+        CVI(mixture, guide, forget=0.3)
+
+
+# --- the parts -------------------------------------------------------------------------------------
+
+
+def test_batches_visit_every_element_in_every_pass():
+    batches = Batches(10, torch.tensor([4, 1, 7]))
+    for _ in range(3):
+        seen = []
+        for _ in range(4):
+            seen.append(batches.next(3))
+            batches.done(3)
+        assert set(torch.cat(seen).tolist()) == set(range(10))
+        assert seen[0].tolist() == [4, 1, 7]
+
+
+def test_stored_messages_are_a_weighted_sum_and_can_be_undone():
+    from pyro_cvi.families import GAMMA
+
+    belief = FamilyBelief(GAMMA, (torch.tensor(1.0), torch.tensor(-1.0)))
+    rest = (torch.tensor(0.5), torch.tensor(-0.5))
+    memory = SiteMessages(6, fitted=False)
+    memory.begin(torch.tensor([0, 1]))
+    one = (torch.tensor(2.0), torch.tensor(-1.0))
+    total = memory.put("a", belief, one, rest)
+    assert float(total[0]) == 0.5 + 3 * 2.0  # two of six elements stand for all
+    memory.begin(torch.tensor([1, 2, 3, 4, 5]))
+    two = (torch.tensor(10.0), torch.tensor(-5.0))
+    total = memory.put("a", belief, two, rest)
+    assert float(total[0]) == 0.5 + 1.0 + 10.0  # one element of the first batch is left
+    memory.undo()
+    memory.begin(torch.tensor([0, 1]))
+    total = memory.put("a", belief, (torch.tensor(4.0), torch.tensor(-1.0)), rest)
+    assert float(total[0]) == 0.5 + 3 * 4.0
