@@ -27,7 +27,7 @@ from pyro_cvi.estimators.moments import Moments
 
 __all__ = ["Component", "Piece", "Product", "bilinear", "separated"]
 
-_WORTH_IT = 4
+_WORTH_IT = 1.5
 """How many times more cells there must be than data and components together."""
 _FEW = 4096
 _MOST_SCALARS = 1 << 24

@@ -56,13 +56,13 @@ def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
     bad = ~value.isfinite()
     if isinstance(mask, Tensor):
         event = (1,) * fn.event_dim
-        bad = bad & mask.reshape(*mask.shape, *event)
+        bad = bad & mask.reshape((*mask.shape, *event))
     inner = fn
     while hasattr(inner, "base_dist") and not hasattr(inner, "_mask"):
         inner = inner.base_dist
     if isinstance(getattr(inner, "_mask", None), Tensor):
         event = (1,) * (bad.ndim - inner._mask.ndim)
-        bad = bad & inner._mask.reshape(*inner._mask.shape, *event)
+        bad = bad & inner._mask.reshape((*inner._mask.shape, *event))
     if bool(bad.any()):
         count = int(bad.sum())
         raise CVIError(

@@ -105,9 +105,7 @@ def exact_posterior(x):
     """log evidence and state marginals of one sequence, over all paths."""
     t = len(x)
     every = torch.tensor(list(itertools.product(range(K), repeat=t)))
-    w = PI.log()[every[:, 0]] + sum(
-        A.log()[every[:, i], every[:, i + 1]] for i in range(t - 1)
-    )
+    w = PI.log()[every[:, 0]] + sum(A.log()[every[:, i], every[:, i + 1]] for i in range(t - 1))
     w = w + sum(dist.Normal(MU[every[:, i]], 0.8).log_prob(x[i]) for i in range(t))
     p = (w - w.logsumexp(0)).exp()
     hot = torch.nn.functional.one_hot(every, K).to(p)
@@ -210,9 +208,7 @@ def test_a_bayesian_hmm_follows_brute_force_sweep_by_sweep():
     torch.testing.assert_close(guide.posterior("mu").loc, m, atol=1e-7, rtol=1e-7)
     torch.testing.assert_close(guide.posterior("tau").concentration, a, atol=1e-7, rtol=1e-7)
     torch.testing.assert_close(guide.posterior("tau").rate, b, atol=1e-7, rtol=1e-7)
-    torch.testing.assert_close(
-        guide.posterior("trans").concentration, alpha, atol=1e-7, rtol=1e-7
-    )
+    torch.testing.assert_close(guide.posterior("trans").concentration, alpha, atol=1e-7, rtol=1e-7)
     for t in range(5):
         torch.testing.assert_close(guide.posterior(f"z_{t}").probs, r[:, t], atol=1e-7, rtol=1e-7)
 

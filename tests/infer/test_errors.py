@@ -216,7 +216,7 @@ def test_a_discrete_latent_with_infinite_support():
 
 def test_elements_of_a_subsampled_plate_that_a_factor_joins():
     def model(y):
-        with pyro.plate("data", 10, subsample_size=5) as i:
+        with pyro.plate("data", 10, subsample_size=5):
             m = pyro.sample("m", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(m.sum(), 1.0), obs=y.sum())
 

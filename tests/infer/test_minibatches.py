@@ -1,4 +1,4 @@
-"""Minibatches: the stochastic rule is SVI, stored messages are exact, local latents are kept by element."""
+"""Minibatches: the stochastic rule is SVI, stored messages are exact, elements keep their latents."""
 
 import copy
 

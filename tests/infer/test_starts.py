@@ -1,0 +1,178 @@
+"""Where mixtures start, restarts, annealing, and what happens when an exact step loses."""
+
+import itertools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_cvi import CVI, AutoCVI
+from pyro_cvi.errors import CVIError
+from pyro_cvi.estimators.statistics import Summed
+
+K = 8
+
+
+def gaussian_mixture(x):
+    with pyro.plate("components", K):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+        tau = pyro.sample("tau", dist.Gamma(2.0, 1.0))
+    pi = pyro.sample("pi", dist.Dirichlet(torch.ones(K)))
+    with pyro.plate("rows", len(x)):
+        z = pyro.sample("z", dist.Categorical(pi))
+        scale = tau[z].rsqrt().unsqueeze(-1)
+        pyro.sample("x", dist.Normal(mu[z], scale).to_event(1), obs=x)
+
+
+def clusters():
+    angle = torch.arange(K) * (2 * torch.pi / K)
+    centres = 6 * torch.stack([angle.cos(), angle.sin()], -1)
+    return centres[torch.arange(400) % K] + 0.5 * torch.randn(400, 2)
+
+
+def final_losses(x, runs, seeded):
+    result = []
+    for _ in range(runs):
+        cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
+        cvi._sweeper.seeded = seeded
+        result.append(cvi.run(x, num_steps=100, tol=1e-8).losses[-1])
+    return torch.tensor(result)
+
+
+def test_seeded_starts_find_clusters_that_random_ones_do_not():
+    x = clusters()
+    random, seeded = final_losses(x, 4, seeded=False), final_losses(x, 4, seeded=True)
+    assert float(seeded.median()) < float(random.median()) - 50
+
+
+def test_a_start_never_makes_a_later_loss_rise():
+    x = clusters()
+    cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
+    losses = [cvi.step(x) for _ in range(40)]
+    assert all(b <= a + 1e-9 * abs(a) for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        lambda z, c: dist.Poisson(c["rate"][z]),
+        lambda z, c: dist.Exponential(c["rate"][z]),
+        lambda z, c: dist.Normal(0.0, c["rate"][z].rsqrt()),
+    ],
+)
+def test_other_mixtures_start_too(emission):
+    def model(x):
+        with pyro.plate("components", 3):
+            c = {"rate": pyro.sample("rate", dist.Gamma(1.0, 0.1))}
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+            pyro.sample("x", emission(z, c), obs=x)
+
+    x = torch.poisson(torch.tensor([1.0, 20.0, 80.0])[torch.arange(90) % 3]) + 0.5
+    x = x.round() if emission(torch.tensor(0), {"rate": torch.ones(3)}).support.is_discrete else x
+    cvi = CVI(model, AutoCVI(model))
+    losses = [cvi.step(x) for _ in range(30)]
+    assert all(b <= a + 1e-9 * abs(a) for a, b in itertools.pairwise(losses))
+
+
+def test_given_states_are_where_the_fit_starts():
+    from pyro.infer.autoguide.initialization import init_to_value
+
+    x = torch.tensor([-5.0, -4.0, 4.0, 5.0, 4.5, -4.5, 4.2, -4.2])
+
+    def model(x):
+        with pyro.plate("components", 2):
+            mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+            pyro.sample("x", dist.Normal(mu[z], 1.0), obs=x)
+
+    for flip in (False, True):
+        z = (x > 0).long() if not flip else (x < 0).long()
+        guide = AutoCVI(model, init_loc_fn=init_to_value(values={"z": z}))
+        CVI(model, guide).run(x)
+        assert torch.equal(guide.median()["z"], z)
+
+
+# --- restarts and annealing ------------------------------------------------------------------------
+
+
+def test_restarts_keep_the_best_and_the_guide_holds_it():
+    x = clusters()
+    cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
+    result = cvi.run(x, num_steps=30, num_restarts=4)
+    assert len(result.restarts) == 4
+    assert result.losses[-1] == min(result.restarts)
+    assert cvi.evaluate_loss(x) == pytest.approx(result.losses[-1], rel=1e-12)
+    again = cvi.run(x, num_steps=3, num_restarts=2)  # the first start is where the guide is
+    assert min(again.restarts) <= result.losses[-1] + 1e-9
+
+
+def test_restarts_are_reproducible():
+    x = clusters()
+    finals = []
+    for _ in range(2):
+        pyro.set_rng_seed(3)
+        cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
+        finals.append(cvi.run(x, num_steps=15, num_restarts=3).restarts)
+    assert finals[0] == finals[1]
+
+
+def test_annealing_ends_at_an_optimum_of_the_bound_itself():
+    x = clusters()
+    cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
+    result = cvi.run(x, num_steps=200, annealing=(5.0, 30), tol=1e-9)
+    assert result.converged
+    tail = result.losses[31:]
+    assert all(b <= a + 1e-9 * abs(a) for a, b in itertools.pairwise(tail))
+    assert cvi.step(x) == pytest.approx(result.losses[-1], rel=1e-7)
+
+
+def test_a_conjugate_model_at_temperature_t_is_the_tempered_posterior():
+    def model(y):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    cvi._guarded_step((torch.tensor([1.0, 2.0]),), {}, unchanged=False, temperature=4.0)
+    q = guide.posterior("m")
+    assert float(q.loc) == pytest.approx(1.0)  # the mode does not move
+    assert float(q.scale) == pytest.approx((3 / 4) ** -0.5)  # precision 3, divided by 4
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [({"num_restarts": 0}, "num_restarts is 0"), ({"annealing": (0.5, 3)}, "annealing")],
+)
+def test_bad_run_options(kwargs, match):
+    with pytest.raises(CVIError, match=match):
+        CVI(gaussian_mixture, AutoCVI(gaussian_mixture)).run(clusters(), **kwargs)
+
+
+# --- an exact step that loses ----------------------------------------------------------------------
+
+
+def test_a_fall_of_the_bound_names_the_factor_at_fault(monkeypatch):
+    """One factor is made to report a value that its message does not have."""
+
+    def model(y):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    real = Summed.__call__
+
+    def wrong(self, moments):
+        value = real(self, moments)
+        loc, cov = next(iter(moments.gaussian.values()))
+        is_likelihood = float(self.constant) < -2  # three observations: -3/2 log 2 pi
+        return value - (20 * loc.detach().square().sum() if is_likelihood else 0)
+
+    monkeypatch.setattr(Summed, "__call__", wrong)
+    guide = AutoCVI(model)
+    y = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(CVIError, match="factor 'y'.*exact step of block 'm' lowered the ELBO"):
+        CVI(model, guide).step(y)
