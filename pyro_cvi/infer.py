@@ -120,16 +120,33 @@ class CVI:
         Where something is sampled or subsampled the return value is an estimate. An error leaves the
         posterior as it was.
         """
-        return self._guarded_step(args, kwargs, unchanged=False, temperature=1.0)
+        return self._guarded_step(args, kwargs, unchanged=False, temperature=1.0, last=math.inf)
 
     def _guarded_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], unchanged: bool, temperature: float
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        unchanged: bool,
+        temperature: float,
+        last: float | None = None,
+        tol: float = 0.0,
     ) -> float:
+        """A step; its length in nats is measured if the loss is within `tol` of the `last` one.
+
+        With `last` None it is measured always.
+        """
         with torch.enable_grad(), self.guide.undone_on_error():
             self._sweeper.temperature = temperature
-            return self._step(args, kwargs, unchanged)
+            return self._step(args, kwargs, unchanged, last, tol)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any], unchanged: bool) -> float:
+    def _step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        unchanged: bool,
+        last: float | None,
+        tol: float,
+    ) -> float:
         sweeper = self._sweeper
         fitted = self.guide.is_fitted
         chosen = sweeper.chosen(self.guide.prepared)
@@ -142,7 +159,11 @@ class CVI:
             sampler = partial(self._sampler, prepared, args, kwargs)
             sweeper.sweep(evaluator, prepared, sampler, fitted)
             elbo = evaluator.elbo() + sweeper.sampled_value
-            finite = all(b.is_finite() for b in evaluator.beliefs.values())
+            finite = all(
+                evaluator.beliefs[b.name].is_finite()
+                for b in prepared.plan.blocks
+                if not b.is_discrete  # states that are not finite have no finite ELBO
+            )
             if not math.isfinite(elbo) or not finite:
                 raise CVIError(self._not_finite(evaluator, elbo))
             if prepared.plan.learns:
@@ -155,7 +176,8 @@ class CVI:
             new = evaluator.beliefs[block.name]
             if block.placement is not None or new is not before[block.name]:
                 self.guide.set_belief(block, new)
-        self._moved = kl_of(before, evaluator.beliefs)
+        settled = last is None or abs(last + elbo) <= tol * max(abs(elbo), 1.0)
+        self._moved = kl_of(before, evaluator.beliefs) if settled else math.inf
         sweeper.done(prepared)
         return -elbo
 
@@ -252,7 +274,8 @@ class CVI:
             # that finds a change (a model of random data), in every step.
             unchanged = i & (i - 1) != 0 and i < num_steps - 1 and not changes
             plan = self.guide.prepared
-            loss = self._guarded_step(args, kwargs, unchanged, temperature)
+            last = None if bar is not None else (result.losses or [math.inf])[-1]
+            loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
             changes = changes or (i > 0 and plan is not self.guide.prepared)
             result.losses.append(loss)
             result.num_steps += 1

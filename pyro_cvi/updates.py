@@ -198,9 +198,12 @@ class FamilyBelief(AbstractBelief):
         target = tuple(_or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True))
         family = self.family
         proper = family.is_proper(target)
+        everywhere = bool(proper.all())
+        if everywhere and rho == 1:
+            return FamilyBelief(family, target), Step()
         direction = tuple(t - n for t, n in zip(target, self.natural, strict=True))
         plain = target if rho == 1 else family.advance(self.natural, direction, rho)
-        if bool(proper.all()):
+        if everywhere:
             return FamilyBelief(family, plain), Step()
         limit = 0.9 * family.max_step(self.natural, direction)
         tiny = ~proper & (limit < _TINY_STEP * rho)

@@ -272,8 +272,9 @@ def _is_real(out: Any) -> bool:
 def _attach(t: Any, e: Expression | None) -> Any:
     if not isinstance(t, Tensor) or e is None:
         return t
-    if not e.sites:
-        return t
+    if not e.sites:  # known to be constant: 1 for the sum of a simplex, and not 1 to rounding
+        number = not isinstance(e.constant, Tensor) and not e.terms
+        return torch.full_like(t, float(e.constant)) if number else t
     if tuple(t.shape) != e.shape:
         e = opaque(e.sites, "a rule gave a wrong shape", tuple(t.shape))
     return LatentTensor.make(t, e)

@@ -34,6 +34,7 @@ from pyro_cvi.algebra.moves import concatenate, masked, move
 __all__: list[str] = []
 
 E = expression_of
+_SMALL = 1 << 16
 _LONGEST_CUMSUM = 4096
 """A cumulative sum is a triangular matrix here; beyond this length it is opaque."""
 
@@ -103,6 +104,8 @@ def _div(out: Tensor, x: Any, y: Any, *, rounding_mode: str | None = None) -> Ex
     if rounding_mode is not None:
         return None
     if isinstance(y, Tensor):
+        if _constant(y) and y.numel() <= _SMALL and bool((y == 1).all()):  # a simplex's own sum
+            return expand(_operand(x, out), tuple(out.shape))
         return multiply(_operand(x, out), fn.power(_operand(y, out), -1.0))
     return multiply(_operand(x, out), as_expression(1.0 / float(y)))
 

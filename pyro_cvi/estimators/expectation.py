@@ -81,7 +81,11 @@ class Expectation:
         total: Tensor | float = self.constant
         for coefficient, consts, components in self.terms:
             pieces = [*consts, *((c(moments), c.axes) for c in components)]
-            total = coefficient * contract(pieces, ndim) + total
+            value = contract(pieces, ndim)
+            if coefficient != 1:
+                value = coefficient * value
+            first = not isinstance(total, Tensor) and total == 0
+            total = value if first else value + total  # tables of a large plate are not copied
         return total if isinstance(total, Tensor) else torch.tensor(total)
 
     def summed(self, weight: Tensor | float, shape: tuple[int, ...]) -> Summed:

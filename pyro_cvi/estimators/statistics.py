@@ -107,34 +107,35 @@ coordinates (None: all, in order)."""
 
 
 def _selections(index: Tensor, shape: tuple[int, ...]) -> list[Selection] | None:
+    """One selection for each axis of the site, or None where the index does not fall into them."""
     if index.numel() == 0 or not shape:
+        return None
+    n = index.ndim
+    lines = [index[(0,) * i + (slice(None),) + (0,) * (n - 1 - i)] for i in range(n)]
+    base = index.reshape(-1)[0].clone() if n == 0 else lines[0][0].clone()
+    whole = base
+    for i, line in enumerate(lines):
+        whole = whole + (line - base).reshape([-1 if k == i else 1 for k in range(n)])
+    if not torch.equal(whole, index):
         return None
     found: list[Selection] = []
     used: set[int] = set()
     stride = math.prod(shape)
     for size in shape:
         stride //= size
-        coordinate = index if stride == 1 else torch.div(index, stride, rounding_mode="floor")
-        coordinate = coordinate % size if size * stride < math.prod(shape) else coordinate
-        moving = [
-            i
-            for i in range(index.ndim)
-            if index.shape[i] > 1 and not bool((coordinate == coordinate.narrow(i, 0, 1)).all())
-        ]
+        coordinates = [line // stride % size for line in lines]
+        moving = [i for i, c in enumerate(coordinates) if bool((c != c[0]).any())]
         if len(moving) > 1 or used & set(moving):
             return None
         if not moving:
-            first = coordinate.reshape(-1)[0]
-            found.append((None, None if size == 1 else first.clone()))
+            found.append((None, None if size == 1 else base // stride % size))
             continue
         (axis,) = moving
         used.add(axis)
-        line = coordinate.movedim(axis, 0).reshape(index.shape[axis], -1)[:, 0].clone()
-        whole = line.numel() == size and bool(
-            (line == torch.arange(size, device=line.device)).all()
-        )
-        found.append((axis, None if whole else line))
-    return found if len(used) == index.ndim else None
+        line = coordinates[axis].clone()
+        every = line.numel() == size and bool((line == torch.arange(size).to(line)).all())
+        found.append((axis, None if every else line))
+    return found if all(i in used or index.shape[i] == 1 for i in range(n)) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +209,8 @@ def _labels(pieces: Sequence[Labelled]) -> set[int]:
 
 
 def _contracted(pieces: Sequence[Labelled], target: Axes, number: float) -> Tensor:
-    if not pieces:
-        return torch.tensor(number, dtype=torch.float64)
+    if not pieces or number == 0:
+        return torch.tensor(number if not pieces else 0.0, dtype=torch.float64)
     return _einsum(pieces, target) * number
 
 

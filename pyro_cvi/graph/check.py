@@ -176,11 +176,13 @@ def agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
         mine, real = torch.broadcast_tensors(mine, real)
     except RuntimeError:
         return False
+    tol = _TOLERANCE.get(real.dtype, 1e-2)
+    # A density is a difference of large numbers when the point is far out: compare on their scale.
+    if bool(((mine - real).abs_() <= real.abs().add_(1).mul_(tol)).all()):
+        return True
     keep = real.isfinite()
     if isinstance(mask, Tensor):
         keep = keep & mask.expand(keep.shape)
-    tol = _TOLERANCE.get(real.dtype, 1e-2)
-    # A density is a difference of large numbers when the point is far out: compare on their scale.
     bound = tol * (1 + real.abs())
     bad = keep & ~((mine - real).abs() <= bound)
     # Where the density is zero or overflows, the expression must say so too.

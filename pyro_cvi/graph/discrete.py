@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,10 +67,10 @@ def with_dims(call: Call, factors: Sequence[str], known: Dependence | None = Non
 
 def _dependence(call: Call, discrete: Sequence[str], factors: Sequence[str]) -> Dependence:
     """From one run; a model that cannot run on such values is taken to join all its sites."""
-    try:
-        return call.dependence()
-    except Exception:
-        return {n: frozenset(discrete) for n in factors}
+    for one_state in (True, False):
+        with suppress(Exception):
+            return call.dependence(one_state=one_state)
+    return {n: frozenset(discrete) for n in factors}
 
 
 def _neighbours(discrete: Sequence[str], depends: Dependence) -> dict[str, set[str]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_cvi.algebra.expression import Const, Expression, Group, Link, Operand
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
-from pyro_cvi.families import GAUSSIAN, MARKOV_CHAIN, AbstractFamily
+from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN, AbstractFamily
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
 from pyro_cvi.graph.discrete import chains
@@ -77,6 +77,11 @@ class Block:
     def is_chain(self) -> bool:
         """Whether the sites are the steps of a discrete chain."""
         return self.family is MARKOV_CHAIN
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether its sites are enumerated."""
+        return self.family in (CATEGORICAL, MARKOV_CHAIN)
 
     @property
     def structure(self) -> str:

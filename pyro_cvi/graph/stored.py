@@ -66,8 +66,8 @@ class SiteMessages:
     """The messages of the batches of one plate to the blocks outside of it.
 
     With `fitted` the present posterior counts as the outcome of an earlier pass over all elements.
-    It `is_mixed` when batches come that are not those of the pass before: what is left of an old batch is
-    then only a share of its message.
+    It `is_mixed` when batches come that are not those of the pass before: what is left of an old batch
+    is then only a share of its message.
     """
 
     def __init__(self, full: int, *, fitted: bool) -> None:

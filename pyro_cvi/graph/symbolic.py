@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro
@@ -342,13 +342,19 @@ class Call:
     depends: Mapping[str, frozenset[str]] | None = None
 
     def plain(self, values: Mapping[str, Tensor], *, one_state: bool = False) -> poutine.Trace:
-        """An ordinary run on the same minibatch, with some site values given."""
-        given = {**self.subsample, **values}
-        return plain_trace(self.model, self.args, self.kwargs, given, one_state=one_state)
+        """An ordinary run on the same minibatch, with some site values given.
 
-    def dependence(self) -> dict[str, frozenset[str]]:
+        Not validated: draws of a prior may lie on a boundary to rounding.
+        """
+        given = {**self.subsample, **values}
+        with pyro.validation_enabled(False):
+            return plain_trace(self.model, self.args, self.kwargs, given, one_state=one_state)
+
+    def dependence(self, *, one_state: bool) -> dict[str, frozenset[str]]:
         """For each factor the discrete sites it depends on; the continuous ones are held."""
         discrete = {n: x for n, x in self.latents.items() if x.support is not None}
+        if one_state:
+            discrete = {n: _narrowed(x) for n, x in discrete.items()}
         held = {n: x.value.detach() for n, x in self.latents.items() if x.support is None}
         recorder = Recorder()
         symbols = _Symbols(discrete, {}, recorder, enumerate_discrete=False)
@@ -432,6 +438,12 @@ def _factor(
     )
     plates = frozenset(f.name for f in site["cond_indep_stack"])
     return Factor(name, e, weight, enumerated, not is_latent, dict(forced), position, plates)
+
+
+def _narrowed(latent: Latent) -> Latent:
+    """The latent with batch dims of size one."""
+    value = latent.value[(slice(0, 1),) * len(latent.batch_shape)]
+    return replace(latent, value=value, ref=replace(latent.ref, shape=tuple(value.shape)))
 
 
 def _sites_of_density(site: Any) -> frozenset[str]:
