@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import platform
+import resource
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +83,7 @@ def model(X: Tensor, y: Tensor, precision: Tensor) -> None:
 
 def load(name: str) -> Problem:
     """The data set of that name, with the split of the reference values."""
-    with np.load(_find(name), allow_pickle=False) as d:
+    with np.load(find(name), allow_pickle=False) as d:
         if name == "covtype":
             split = _covtype(d)
         elif "X_train" in d:
@@ -96,7 +101,14 @@ def load(name: str) -> Problem:
     )  # fmt: skip
 
 
-def _find(name: str) -> Path:
+def arrays(name: str) -> dict[str, np.ndarray]:
+    """All arrays of the data set of that name."""
+    with np.load(find(name), allow_pickle=False) as d:
+        return dict(d)
+
+
+def find(name: str) -> Path:
+    """Where the data set of that name is."""
     folders = [Path(os.environ.get("PYRO_CVI_DATA", ROOT.parent / "shared" / "data"))]
     folders.append(ROOT / "tutorials" / "data")
     for folder in folders:
@@ -192,23 +204,69 @@ class Fit:
         return float(np.median(self.seconds[1:]))
 
     @property
+    def plan_seconds(self) -> float:
+        """Guide, plan and what else the first step has to do that a later one has not."""
+        return max(self.seconds[0] - self.step_seconds, 0.0)
+
+    @property
     def rises(self) -> float:
         """Largest rise of the loss between two steps, relative; zero for a monotone run."""
         pairs = zip(self.losses, self.losses[1:], strict=False)
         return max(0.0, *((b - a) / abs(a) for a, b in pairs))
 
 
-def fit(args: Sequence[Tensor], num_steps: int) -> Fit:
-    """A fresh guide and a fixed number of steps."""
+def fit(
+    args: Sequence[Any],
+    num_steps: int,
+    of: Callable[..., Any] = model,
+    settled: float | None = None,
+    state: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> Fit:
+    """A fresh guide of the model `of`, with these options, and a fixed number of steps.
+
+    Or fewer: no more are taken when one changes the loss by less than `settled`, relatively. `state` is
+    where to start, the `state_dict` of another guide: from there a mixture is not seeded.
+    """
     start = time.perf_counter()
-    guide = AutoCVI(model)
-    result = Fit(guide, CVI(model, guide), [], [])
+    guide = AutoCVI(of, **options)
+    if state is not None:
+        guide.load_state_dict(state)
+    result = Fit(guide, CVI(of, guide), [], [])
+    more(result, args, num_steps, start, settled)
+    return result
+
+
+def more(
+    result: Fit,
+    args: Sequence[Any],
+    num_steps: int,
+    start: float | None = None,
+    settled: float | None = None,
+) -> None:
+    """That many steps more; the clock of the first of them may have been started before."""
+    start = time.perf_counter() if start is None else start
     for _ in range(num_steps):
         result.losses.append(result.cvi.step(*args))
         now = time.perf_counter()
         result.seconds.append(now - start)
         start = now
-    return result
+        if settled is not None and is_settled(result.losses, settled):
+            return
+
+
+def sweep_seconds(f: Fit, args: Sequence[Any], num_steps: int, repeats: int = 3) -> float:
+    """Seconds of one sweep inside of `run`, which compares model and plan less often than `step`.
+
+    The median of a few runs that go on where the fit is.
+    """
+    runs = [f.cvi.run(*args, num_steps=num_steps, tol=-1.0) for _ in range(repeats)]
+    return float(np.median([r.seconds / r.num_steps for r in runs]))
+
+
+def is_settled(losses: Sequence[float], relative: float) -> bool:
+    """Whether the last step changed the loss by less than that."""
+    return len(losses) > 1 and abs(losses[-1] - losses[-2]) < relative * abs(losses[-1])
 
 
 def warm_up() -> None:
@@ -216,6 +274,67 @@ def warm_up() -> None:
     X = torch.randn(20, 3, dtype=torch.float64)
     y = (X[:, 0] > 0).double()
     fit((X, y, torch.ones(3, dtype=torch.float64)), 2)
+
+
+# --- the script -------------------------------------------------------------------------------
+
+COMPETITORS = {
+    "bayespy": "bayespy", "hmmlearn": "hmmlearn", "jax": "jax", "numpyro": "numpyro",
+    "sklearn": "scikit-learn",
+}  # fmt: skip
+"""Packages of the extra `bench`, by the name under which they are imported."""
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the option `--small`."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = "tiny sizes, to see that the script works: seconds, and no file is written"
+    parser.add_argument("--small", action="store_true", help=what)
+    return parser
+
+
+def run(main: Callable[[], None]) -> None:
+    """`main`, skipped with a message where its data or its competitors are missing."""
+    try:
+        main()
+    except DataMissingError as e:
+        print(f"skipped: {e}")
+    except ModuleNotFoundError as e:
+        name = (e.name or "").partition(".")[0]
+        if name not in COMPETITORS:
+            raise
+        print(f"skipped: {COMPETITORS[name]} is missing; pip install -e '.[bench]' brings it")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of the competitors."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def peak_gb() -> float:
+    """Of this process alone: on Linux `ru_maxrss` remembers the parent that forked it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM")) * 1024 / 1e9
+    except (OSError, StopIteration):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def in_child(script: str, *words: str) -> dict[str, Any]:
+    """What `script --child words` prints as its last line, JSON, from a process of its own."""
+    command = [sys.executable, script, "--child", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 # --- the table and the file -------------------------------------------------------------------
@@ -282,13 +401,18 @@ def table(rows: Iterable[Row]) -> list[tuple[str, str, str, str, str]]:
     return [("case", "what", "value", "target", ""), *body]
 
 
-def report(script: str, rows: Sequence[Row], at: dict[str, Any], **details: Any) -> None:
+def report(
+    script: str, rows: Sequence[Row], at: dict[str, Any], small: bool = False, **details: Any
+) -> None:
     """Print the table, write benchmarks/results/<name>.json; `at` is `machine()` at the start."""
     name = Path(script).stem
     text = table(rows)
     widths = [max(len(line[i]) for line in text) for i in range(len(text[0]))]
     for line in text:
         print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+    if small:
+        print("not written: these were tiny sizes\n")
+        return
     content = {
         "benchmark": name,
         "machine": at,

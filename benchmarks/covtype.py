@@ -10,9 +10,6 @@ import argparse
 import cProfile
 import json
 import pstats
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,8 +22,10 @@ from _common import (
     DataMissingError,
     Row,
     fit,
+    in_child,
     load,
     machine,
+    peak_gb,
     report,
     warm_up,
 )
@@ -42,16 +41,6 @@ PARTS = {
     "messages, X^T g and X^T diag(g) X": ("evaluator.py", "message"),
     "the new belief (D x D)": ("updates.py", "moved"),
 }
-
-
-def _peak_gb() -> float:
-    """Of this process alone: on Linux `ru_maxrss` remembers the parent that forked it."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM")) * 1024 / 1e9
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def _product_seconds(X: torch.Tensor, w: torch.Tensor) -> float:
@@ -78,9 +67,9 @@ def child(folder: Path) -> None:
     """The fit alone; prints its figures as one line of JSON."""
     warm_up()
     args = [torch.from_numpy(np.load(folder / f"{n}.npy")) for n in ("X", "y", "precision")]
-    before = _peak_gb()
+    before = peak_gb()
     result = fit(args, STEPS)
-    peak = _peak_gb()
+    peak = peak_gb()
     product = _product_seconds(args[0], torch.rand(len(args[0]), dtype=torch.float64))
     q = result.guide.posterior("w")
     np.savez(folder / "posterior.npz", loc=q.loc.numpy(), cov=q.covariance_matrix.numpy())
@@ -117,9 +106,7 @@ def main() -> None:
         folder = Path(name)
         for key, value in (("X", p.X), ("y", p.y), ("precision", p.precision)):
             np.save(folder / f"{key}.npy", value.numpy())
-        command = [sys.executable, __file__, "--child", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        f = json.loads(done.stdout.splitlines()[-1])
+        f = in_child(__file__, name)
         with np.load(folder / "posterior.npz") as q:
             log_loss = log_loss_bits(p, torch.as_tensor(q["loc"]), torch.as_tensor(q["cov"]))
     optimum = REFERENCE["covtype"].negative_bound

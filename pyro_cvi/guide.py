@@ -151,6 +151,7 @@ class AutoCVI(AutoGuide):
                 if key.startswith(prefix) and _SEPARATOR in name and "." not in name:
                     self._buffers[name] = torch.empty_like(value)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._fitted = self._fitted or self._prepared is not None
 
     # --- state -------------------------------------------------------------------------------------
 
@@ -380,6 +381,11 @@ class AutoCVI(AutoGuide):
             for name, tensor in self._starting_buffers(prepared).items():
                 self._buffers[name].copy_(tensor)
         self._fitted = False
+
+    @property
+    def located(self) -> frozenset[str]:
+        """The sites that `init_loc_fn` placed."""
+        return frozenset(self._start)
 
     @property
     def is_fitted(self) -> bool:

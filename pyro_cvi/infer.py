@@ -157,6 +157,7 @@ class CVI:
             evaluator = self._evaluator_for(prepared)
             sweeper.narrow(evaluator)
             sampler = partial(self._sampler, prepared, args, kwargs)
+            sweeper.located = self.guide.located
             sweeper.sweep(evaluator, prepared, sampler, fitted)
             elbo = evaluator.elbo() + sweeper.sampled_value
             finite = all(

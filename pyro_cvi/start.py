@@ -15,7 +15,7 @@ for drawing several at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -32,11 +32,12 @@ _ROUNDS = 6
 BlockStep = Callable[[Evaluator, Block], None]
 
 
-def seeded_blocks(plan: Plan) -> list[Block]:
+def seeded_blocks(plan: Plan, located: Collection[str] = ()) -> list[Block]:
     """Discrete blocks of more elements than states that pick among components.
 
-    Blocks that meet Dirichlet sites only (topics of single words) start at random: one element says
-    next to nothing about its component.
+    Not those whose states, or whose components, start where the user said (`located`). Blocks that
+    meet Dirichlet sites only (topics of single words) start at random: one element says next to
+    nothing about its component.
     """
     found = []
     for block in plan.blocks:
@@ -45,6 +46,8 @@ def seeded_blocks(plan: Plan) -> list[Block]:
             continue
         states = len(latent.support)
         near = _components(plan, block)
+        if any(s in located for b in (block, *near) for s in b.sites):
+            continue
         if states > 1 and block.size >= 4 * states and any(b.family is not DIRICHLET for b in near):
             found.append(block)
     return found
@@ -56,10 +59,25 @@ def _components(plan: Plan, block: Block) -> list[Block]:
     return [b for b in plan.blocks if b.name in names and plan.latents[b.sites[0]].support is None]
 
 
-def start(evaluator: Evaluator, step: BlockStep) -> None:
-    """Try the seeded start of every discrete block that has one; keep it where the bound is better."""
+def start(evaluator: Evaluator, step: BlockStep, located: Collection[str] = ()) -> None:
+    """Try the seeded start of every discrete block that has one; keep it where the bound is better.
+
+    Where the user placed the components, and not the states, these look at the components first.
+    """
     plan = evaluator.plan
-    blocks = seeded_blocks(plan)
+    for block in plan.blocks:
+        if not block.is_discrete:
+            continue
+        near = _components(plan, block)
+        if any(
+            s in located for s in block.sites
+        ):  # the components twice: each sees all others moved
+            for b in (*near, *near):
+                if b.size and not any(s in located for s in b.sites):
+                    step(evaluator, b)
+        elif any(s in located for b in near for s in b.sites):
+            step(evaluator, block)
+    blocks = seeded_blocks(plan, located)
     if not blocks:
         return
     kept = dict(evaluator.beliefs)
@@ -67,11 +85,11 @@ def start(evaluator: Evaluator, step: BlockStep) -> None:
         _seed(evaluator, block, step)
     seeded = _after_one_sweep(evaluator, blocks, step)
     beliefs = dict(evaluator.beliefs)
-    for name, b in kept.items():
-        evaluator.set(name, b)
+    for name, belief in kept.items():
+        evaluator.set(name, belief)
     if _after_one_sweep(evaluator, blocks, step) < seeded:
-        for name, b in beliefs.items():
-            evaluator.set(name, b)
+        for name, belief in beliefs.items():
+            evaluator.set(name, belief)
 
 
 def _after_one_sweep(evaluator: Evaluator, blocks: Sequence[Block], step: BlockStep) -> float:

@@ -15,7 +15,7 @@ Stochastic variational inference, JMLR 14, for the order of local and global ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Sweeper:
         self.time = 0
         self.temperature = 1.0
         self.seeded = True
+        self.located: Collection[str] = ()
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = 0.0
@@ -102,7 +103,7 @@ class Sweeper:
         evaluator.temperature = self.temperature
         noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
         if self.time == 0 and not fitted and not noisy and self.seeded:
-            start(evaluator, self.deterministic)
+            start(evaluator, self.deterministic, self.located)
         if self.temperature > 1:
             _shake(evaluator)
         if plan.stochastic:

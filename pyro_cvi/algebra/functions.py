@@ -37,7 +37,17 @@ from pyro_cvi.algebra.expression import (
 )
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["clamp_link", "exp", "link", "log", "log1p", "logdet", "power", "sigmoid"]
+__all__ = [
+    "clamp_link",
+    "exp",
+    "link",
+    "log",
+    "log1p",
+    "logdet",
+    "power",
+    "scaled_matrix",
+    "sigmoid",
+]
 
 
 def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> Expression:
@@ -237,6 +247,11 @@ def logdet(e: Expression) -> Expression | None:
     if term is None or term.coefficient <= 0 or e.ndim < 2:
         return None
     d = e.shape[-1]
+    parts = scaled_matrix(e)
+    if parts is not None:
+        c, fixed = parts
+        log_c = scale(log(_without_matrix_axes(c)), float(d))
+        return expand(add(log_c, Expression(fixed.shape[:-2], torch.logdet(fixed))), e.shape[:-2])
     whole = [o for o in term.operands if isinstance(o, Stat) and o.site.kind == "positive_definite"]
     if len(whole) != 1 or e.shape[-2] != d:
         return None
@@ -257,6 +272,44 @@ def logdet(e: Expression) -> Expression | None:
             return None
         result = add(result, scale(part, float(d)))
     return expand(result, e.shape[:-2])
+
+
+def scaled_matrix(e: Expression) -> tuple[Expression, Tensor] | None:
+    """(c, A) with e = c A: a constant matrix A, and a positive product c of scalars for each matrix.
+
+    Shapes: c (*batch, 1, 1). None for other expressions.
+    """
+    term = _monomial(e)
+    if term is None or term.coefficient <= 0 or e.ndim < 2 or e.shape[-1] < 2:
+        return None
+    matrices = [o for o in term.operands if {-2, -1} & set(o.axes)]
+    matrix = matrices[0] if len(matrices) == 1 else None
+    if not isinstance(matrix, Const):
+        return None
+    others = tuple(o for o in term.operands if o is not matrix)
+    if not {-2, -1} <= set(matrix.axes) or not others:
+        return None
+    positive = all(
+        (isinstance(o, Stat) and o.site.is_positive and o.statistic.kind == "power")
+        or (isinstance(o, Const) and bool((o.tensor > 0).all()))
+        for o in others
+    )
+    if not positive:
+        return None
+    tensor = matrix.tensor
+    order = sorted(range(len(matrix.axes)), key=lambda i: matrix.axes[i])
+    shape = [1] * -min(matrix.axes)
+    for size, a in zip(matrix.shape, matrix.axes, strict=True):
+        shape[a] = size
+    fixed = tensor.permute(order).reshape(shape)
+    c = Expression((*e.shape[:-2], 1, 1), 0.0, (Term(term.coefficient, others),))
+    return c, fixed
+
+
+def _without_matrix_axes(c: Expression) -> Expression:
+    """(*batch, 1, 1) as (*batch,)."""
+    mapping = {a: a + 2 for a in range(-c.ndim, -2)}
+    return Expression(c.shape[:-2], c.constant, tuple(t.relabelled(mapping) for t in c.terms))
 
 
 def _matrix_index(o: Stat, d: int) -> Tensor | None:

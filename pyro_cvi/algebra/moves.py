@@ -166,7 +166,8 @@ def masked(e: Expression, mask: Tensor) -> Expression:
     if isinstance(constant, Tensor):
         constant = torch.where(mask, constant, torch.zeros_like(constant))
     elif constant != 0.0:
-        constant = torch.where(mask, constant, 0.0)
+        number = torch.tensor(constant, dtype=_widest(e.terms), device=mask.device)
+        constant = torch.where(mask, number, torch.zeros_like(number))
     shape = broadcast_shapes(e.shape, mask.shape)
     return Expression(shape, constant, tuple(terms))
 
@@ -179,6 +180,14 @@ def _masked_operands(t: Term, mask: Const) -> tuple[Operand, ...]:
             return (*t.operands[:i], Const(kept, o.axes), *t.operands[i + 1 :])
     ones = Const(mask.tensor.to(_dtype_of(t)), mask.axes)
     return merge_operands((*t.operands, ones))
+
+
+def _widest(terms: Sequence[Term]) -> torch.dtype:
+    """The dtype of an expression's constants (its statistics have that of the model)."""
+    result = torch.get_default_dtype()
+    for t in terms:
+        result = torch.promote_types(result, _dtype_of(t))
+    return result
 
 
 def _dtype_of(t: Term) -> torch.dtype:

@@ -198,6 +198,14 @@ def _sums_to_one(e: Expression, dims: Sequence[int]) -> bool:
     return bool((index == index[..., :1] // k * k + torch.arange(k, device=index.device)).all())
 
 
+@register_rule("logsumexp", "special_logsumexp")
+def _logsumexp(out: Tensor, x: Any, dim: Any, keepdim: bool = False) -> Expression | None:
+    """Zero for the logs of a simplex, as `Categorical(logits=theta.log())` takes them."""
+    if _sums_to_one(fn.exp(E(x)), _dims(plain(x), dim)):
+        return expand(Expression((), 0.0), tuple(out.shape))
+    return None
+
+
 @register_rule("mean")
 def _mean(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Expression:
     dims = _dims(plain(x), kwargs.get("axis", dim))
@@ -255,6 +263,29 @@ def _matmul(out: Tensor, x: Any, y: Any) -> Expression | None:
     xs = "k" if nx == 1 else "ik"
     ys = "k" if ny == 1 else "kj"
     return _contract(out, x, y, xs, ys, ("i" if nx > 1 else "") + ("j" if ny > 1 else ""))
+
+
+@register_rule("linalg_vecdot")
+def _vecdot(out: Tensor, x: Any, y: Any, *, dim: int = -1) -> Expression:
+    product = multiply(_operand(x, out), _operand(y, out))
+    return sum_axes(product, [dim], keepdim=False)
+
+
+@register_rule("embedding")
+def _embedding(out: Tensor, indices: Any, weight: Any, *rest: Any, **kwargs: Any) -> Any:
+    if isinstance(indices, LatentTensor) or kwargs.get("max_norm") is not None:
+        return None
+    return move(E(weight), lambda t: t[indices])
+
+
+@register_rule("linalg_cholesky", "cholesky")
+def _cholesky(out: Tensor, x: Any, *args: Any, upper: bool = False) -> Expression | None:
+    """The factor of c A is sqrt(c) times that of A, for a constant A and positive c of latents."""
+    parts = fn.scaled_matrix(E(x))
+    if parts is None or args or upper:
+        return None
+    factor = torch.linalg.cholesky(parts[1])
+    return multiply(fn.power(parts[0], 0.5), as_expression(factor))
 
 
 @register_rule("inner")

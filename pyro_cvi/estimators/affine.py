@@ -170,7 +170,7 @@ class Design:
         if self.matrix.requires_grad or rows * width > _POOL_LIMIT:
             return self
         pool = structure.pool(self.block)
-        flat = self.coefficient * self.matrix.reshape(rows, -1)
+        flat = self.coefficient * self.matrix.reshape(rows, self.matrix.shape[-1])
         return replace(self, pool=pool, slot=pool.add(flat, self.columns))
 
     def _from_pool(self, stacked: Tensor) -> Tensor:
@@ -515,14 +515,15 @@ def _scatter(
     where = column.permute(order)
     sizes = iter(where.shape)
     where = where.reshape([next(sizes) if a in stat.axes else 1 for a in target])
-    rows = math.prod(shape)
+    rows, each = math.prod(shape), math.prod(full[len(shape) :])
     matrix = value.new_zeros(rows, width)
     if all(a > 0 for a in stat.axes):
         # Every cell reads the same columns: add along the last axis, no index of the matrix's size.
-        flat_value = value.expand(full).reshape(rows, -1)
+        flat_value = value.expand(full).reshape(rows, each)
         return matrix.index_add(1, where.reshape(-1), flat_value).reshape(*shape, width)
-    index = where.expand(full).reshape(rows, -1)
-    return matrix.scatter_add(1, index, value.expand(full).reshape(rows, -1)).reshape(*shape, width)
+    index = where.expand(full).reshape(rows, each)
+    flat_value = value.expand(full).reshape(rows, each)
+    return matrix.scatter_add(1, index, flat_value).reshape(*shape, width)
 
 
 def _dtype(consts: Sequence[tuple[Tensor, Axes]]) -> torch.dtype:
@@ -606,7 +607,7 @@ class _CovReader:
 def _without_repeats(index: Tensor) -> Tensor:
     """The index with size one along axes on which it is constant."""
     for i in range(index.ndim):
-        if index.shape[i] > 1 and bool((index == index.narrow(i, 0, 1)).all()):
+        if index.shape[i] > 1 and index.numel() and bool((index == index.narrow(i, 0, 1)).all()):
             index = index.narrow(i, 0, 1)
     return index
 
@@ -688,6 +689,8 @@ def _unify(
 def _element_label(stat: Stat, layout: Layout) -> tuple[int, Tensor] | None:
     """The one contracted label that the element depends on, when different values differ."""
     element = layout.element[stat.site.name][stat.index]
+    if element.numel() == 0:
+        return None
     varying = [
         i for i in range(element.ndim) if not bool((element == element.narrow(i, 0, 1)).all())
     ]

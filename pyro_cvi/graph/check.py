@@ -45,8 +45,11 @@ def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
                 if hasattr(fn, "log_factor"):
                     values[name] = fn.log_factor
                     continue
+                if isinstance(site["mask"], Tensor) and not bool(site["mask"].any()):
+                    values[name] = torch.zeros(fn.batch_shape)  # nothing of it counts
+                    continue
                 if site["is_observed"] and isinstance(site["mask"], Tensor):
-                    value = fill_masked(value, site["mask"], fn.event_dim)
+                    value = fill_masked(value, site["mask"], fn)
                 try:
                     values[name] = plain_log_prob(fn, value)
                 except Exception as error:

@@ -24,6 +24,9 @@ from pyro_cvi.graph.symbolic import Factor, Latent, enumerated_values, parameter
 
 __all__ = ["pin_factors"]
 
+_ROUNDING = 1e3
+"""Units of rounding by which a constant message may vary."""
+
 
 def pin_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
     """One factor for every latent with masked cells that no message reaches."""
@@ -31,7 +34,7 @@ def pin_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
     masked = {n: m for n, m in masked.items() if m is False or isinstance(m, Tensor)}
     if not masked:
         return []
-    evaluator = Evaluator(plan, initial_beliefs(plan))
+    evaluator = _asymmetric(plan)
     factors = []
     for name, mask in masked.items():
         if name in plan.sampled_sites():
@@ -44,6 +47,24 @@ def pin_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
         if bool(dead.any()):
             factors.append(_pin(latent, dead, plan.block_of(name).scale))
     return factors
+
+
+def _asymmetric(plan: Plan) -> Evaluator:
+    """An evaluator at which no two components are alike by accident of the start.
+
+    Only whether messages vary is read from it, so any numbers serve for the moments.
+    """
+    evaluator = Evaluator(plan, initial_beliefs(plan))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for block in plan.blocks:
+            if block.is_discrete:
+                continue
+            first, *others = (x.detach() for x in evaluator.leaves[block.name])
+            if block.layout is None:
+                others = [x + 0.1 * torch.randn_like(x) for x in others]
+            evaluator.hold(block.name, (first + 0.1 * torch.randn_like(first), *others))
+    return evaluator
 
 
 def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
@@ -63,7 +84,7 @@ def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
         touched = torch.zeros((), dtype=torch.bool, device=latent.value.device)
         for g, event in zip(gradient, block.family.event_dims, strict=True):
             if g is not None:
-                hit = g != 0
+                hit = g != 0 if latent.support is None else _tells_apart(g, 1)
                 touched = touched | (hit.flatten(-event).any(-1) if event else hit)
         extra = touched.ndim - len(latent.batch_shape)
         return touched.flatten(-extra).any(-1) if extra > 0 else touched.expand(latent.batch_shape)
@@ -76,11 +97,17 @@ def _informed_step(gradient: list[Tensor | None], step: int, latent: Latent) -> 
     touched = torch.zeros(latent.batch_shape, dtype=torch.bool, device=latent.value.device)
     states, pairs = gradient
     if states is not None:
-        touched = touched | (states[..., step, :] != 0).any(-1)
+        touched = touched | _tells_apart(states[..., step, :], 1).any(-1)
     if pairs is not None:
         near = pairs[..., max(step - 1, 0) : step + 1, :, :]
-        touched = touched | (near != 0).flatten(-3).any(-1)
+        touched = touched | _tells_apart(near, 2).flatten(-3).any(-1)
     return touched
+
+
+def _tells_apart(g: Tensor, dims: int) -> Tensor:
+    """Where a message over states (its last axes) is not constant: a constant says nothing."""
+    first = g[..., :1] if dims == 1 else g[..., :1, :1]
+    return (g - first).abs() > _ROUNDING * torch.finfo(g.dtype).eps * (1 + first.abs())
 
 
 def _pin(latent: Latent, dead: Tensor, scale: float) -> Factor:

@@ -456,7 +456,7 @@ def _log_density(site: Any, is_latent: bool) -> Any:
     if hasattr(fn, "log_factor"):
         return fn.log_factor
     if isinstance(mask, Tensor) and not is_latent:
-        value = fill_masked(value, mask, fn.event_dim)
+        value = fill_masked(value, mask, fn)
     if isinstance(value, Tensor) and not isinstance(value, LatentTensor):
         dtype = parameter_dtype(fn)
         if dtype is not None and (is_latent or not value.dtype.is_floating_point):
@@ -478,12 +478,14 @@ def parameter_dtype(fn: Any) -> torch.dtype | None:
     return None
 
 
-def fill_masked(value: Any, mask: Tensor, event_dim: int) -> Any:
+def fill_masked(value: Any, mask: Tensor, fn: Any) -> Any:
     """Masked cells may hold NaN: give them the value of a cell that counts."""
     if isinstance(value, LatentTensor) or not isinstance(value, Tensor):
         return value
     if bool(mask.all()) or not bool(mask.any()):
-        return value if bool(mask.any()) else torch.nan_to_num(value, 0.5, 0.5, 0.5)
+        number = 0.0 if getattr(fn.support, "is_discrete", False) else 0.5
+        return value if bool(mask.any()) else torch.nan_to_num(value, number, number, number)
+    event_dim = fn.event_dim
     batch = broadcast_shapes(mask.shape, value.shape[: value.ndim - event_dim])
     event = value.shape[value.ndim - event_dim :]
     wide, where = value.expand(*batch, *event), mask.expand(batch)
