@@ -222,14 +222,15 @@ class Sweeper:
     def _checked(self, evaluator: Evaluator, block: Block, belief: Belief) -> None:
         """Take an exact step, which cannot lower the bound: if it does, some factor is at fault."""
         name = block.name
-        old, factors = evaluator.beliefs[name], evaluator.factors(block)
-        values = [float(evaluator.factor(f).detach()) for f in factors]
-        before = float(evaluator.local(block))
+        old = evaluator.beliefs[name]
+        parts = evaluator.local_parts(block)
+        before = float(parts.sum())
         evaluator.set(name, belief)
         after = float(evaluator.local(block))
-        size = sum(abs(v) for v in values) + abs(before) + 1
+        size = float(parts.abs().sum()) + 1
         if before - after <= _ROUNDING * torch.finfo(old.tensors[0].dtype).eps * size:
             return
+        values, factors = parts[1:].tolist(), evaluator.factors(block)
         faulty = factors[0].name
         worst = -math.inf
         slopes = [evaluator.slope(f, name, old) for f in factors]

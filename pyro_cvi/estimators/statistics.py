@@ -236,4 +236,9 @@ def _einsum(pieces: Sequence[Labelled], target: Axes) -> Tensor:
 
 def to_scalar(pieces: Sequence[Labelled]) -> Tensor:
     """The full contraction."""
+    if not any(axes for _, axes in pieces):
+        result = pieces[0][0]
+        for tensor, _ in pieces[1:]:
+            result = result * tensor
+        return result
     return _einsum(pieces, ())

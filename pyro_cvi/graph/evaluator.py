@@ -56,6 +56,7 @@ class Evaluator:
         self._moments: tuple[Moments, Leaves] | None = None
         self._plain: Moments | None = None
         self._statistics: dict[str, tuple[tuple[int, ...], Summed]] = {}
+        self._blocks = {f.name: tuple(sorted(f.blocks)) for f in plan.factors}
         self._factors = {
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }
@@ -80,7 +81,8 @@ class Evaluator:
 
         (And to those of its discrete blocks where the factor has learnt constants.)
         """
-        key = tuple(self._version[b] for b in sorted(f.blocks))
+        version = self._version
+        key = tuple([version[b] for b in self._blocks[f.name]])
         cached = self._cache.get(f.name)
         if cached is None or cached[0] != key:
             with torch.enable_grad():
@@ -145,10 +147,17 @@ class Evaluator:
 
     def local(self, block: Block) -> Tensor:
         """The part of the ELBO that changes with one block."""
-        total = self.beliefs[block.name].entropy() * self.weight_of(block)
-        for f in self._factors[block.name]:
-            total = total + self.factor(f).detach()
-        return total
+        return self.local_parts(block).sum()
+
+    def local_parts(self, block: Block) -> Tensor:
+        """The summands of `local`: the block's entropy and its factors."""
+        entropy = self.beliefs[block.name].entropy() * self.weight_of(block)
+        values = [self.factor(f).detach() for f in self._factors[block.name]]
+        dtype = entropy.dtype
+        for v in values:
+            if v.dtype is not dtype:
+                dtype = torch.promote_types(dtype, v.dtype)
+        return torch.stack([v.to(dtype) for v in (entropy, *values)])
 
     def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
         """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors.

@@ -267,13 +267,13 @@ class Plan:
 
     def is_exact(self, block: Block) -> bool:
         """Whether every message to the block is exact."""
-        if block.is_chain:
-            return True
-        return all(
-            f.how[s].kind == "exact"
-            for f in self.factors_of(block.name)
-            for s in block.sites
-            if s in f.how
+        return block.name not in self._inexact
+
+    @cached_property
+    def _inexact(self) -> frozenset[str]:
+        owner = self.structure.block
+        return frozenset(
+            owner[s] for f in self.factors for s, h in f.how.items() if h.kind != "exact"
         )
 
     def sampled_sites(self) -> frozenset[str]:
