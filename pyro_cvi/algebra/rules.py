@@ -278,7 +278,7 @@ def _embedding(out: Tensor, indices: Any, weight: Any, *rest: Any, **kwargs: Any
     return move(E(weight), lambda t: t[indices])
 
 
-@register_rule("linalg_cholesky", "cholesky")
+@register_rule("linalg_cholesky")
 def _cholesky(out: Tensor, x: Any, *args: Any, upper: bool = False) -> Expression | None:
     """The factor of c A is sqrt(c) times that of A, for a constant A and positive c of latents."""
     parts = fn.scaled_matrix(E(x))

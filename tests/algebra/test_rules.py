@@ -45,7 +45,8 @@ def test_the_expression_at_fresh_values_is_the_function_at_fresh_values(
     assert len(results) == len(expected)
     for got, want in zip(results, expected, strict=True):
         if not isinstance(got, LatentTensor):  # constant: then it must not depend on the values
-            assert got.numel() == 0 or torch.equal(got, want)
+            eps = torch.finfo(want.dtype).eps if want.is_floating_point() else 0
+            torch.testing.assert_close(got, want, atol=20 * eps, rtol=20 * eps)
             continue
         assert not cases.is_opaque(got.expression)
         assert got.expression.shape == want.shape
