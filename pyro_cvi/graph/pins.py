@@ -84,7 +84,7 @@ def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
         touched = torch.zeros((), dtype=torch.bool, device=latent.value.device)
         for g, event in zip(gradient, block.family.event_dims, strict=True):
             if g is not None:
-                hit = g != 0 if latent.support is None else _tells_apart(g, 1)
+                hit = g != 0 if latent.support is None else _tells_apart(g)
                 touched = touched | (hit.flatten(-event).any(-1) if event else hit)
         extra = touched.ndim - len(latent.batch_shape)
         return touched.flatten(-extra).any(-1) if extra > 0 else touched.expand(latent.batch_shape)
@@ -97,16 +97,17 @@ def _informed_step(gradient: list[Tensor | None], step: int, latent: Latent) -> 
     touched = torch.zeros(latent.batch_shape, dtype=torch.bool, device=latent.value.device)
     states, pairs = gradient
     if states is not None:
-        touched = touched | _tells_apart(states[..., step, :], 1).any(-1)
-    if pairs is not None:
-        near = pairs[..., max(step - 1, 0) : step + 1, :, :]
-        touched = touched | _tells_apart(near, 2).flatten(-3).any(-1)
+        touched = touched | _tells_apart(states[..., step, :]).any(-1)
+    if pairs is not None and step > 0:
+        touched = touched | _tells_apart(pairs[..., step - 1, :, :]).flatten(-2).any(-1)
+    if pairs is not None and step < pairs.shape[-3]:
+        touched = touched | _tells_apart(pairs[..., step, :, :].mT).flatten(-2).any(-1)
     return touched
 
 
-def _tells_apart(g: Tensor, dims: int) -> Tensor:
-    """Where a message over states (its last axes) is not constant: a constant says nothing."""
-    first = g[..., :1] if dims == 1 else g[..., :1, :1]
+def _tells_apart(g: Tensor) -> Tensor:
+    """Where a message is not constant over a site's states (its last axis): a constant says nothing."""
+    first = g[..., :1]
     return (g - first).abs() > _ROUNDING * torch.finfo(g.dtype).eps * (1 + first.abs())
 
 
