@@ -115,11 +115,13 @@ def prepare(
                 "remove obs= or poutine.condition from the sites to infer",
             )
         )
-    parts = _parts(trace, chunk or {})
+    windowed = frozenset() if previous is None else frozenset(previous.parts)
+    parts = _parts(trace, chunk or {}, windowed)
     around = {n: _parts_around(x, parts) for n, x in latents.items()}
     if previous is not None:
         now = {n: whole_latent(x, around[n]) for n, x in latents.items()}
         check_same_sites(previous.plan.whole.latents, now)
+        check_windows(previous.plan, around)
     indices = subsample_values(trace)
     window = {n: chunk[n][1] if chunk and n in chunk else indices[n] for n in parts}
     call = Call(model, args, kwargs, latents, nesting, indices)
@@ -150,8 +152,10 @@ def prepare(
     )
 
 
-def _parts(trace: poutine.Trace, chunk: Mapping[str, tuple[int, Tensor]]) -> dict[str, Part]:
-    """The plates that hold some of their elements."""
+def _parts(
+    trace: poutine.Trace, chunk: Mapping[str, tuple[int, Tensor]], windowed: frozenset[str]
+) -> dict[str, Part]:
+    """The plates that hold some of their elements, or did so before (`windowed`)."""
     found = {}
     for site in trace.nodes.values():
         if not is_factor_site(site):
@@ -163,9 +167,24 @@ def _parts(trace: poutine.Trace, chunk: Mapping[str, tuple[int, Tensor]]) -> dic
             scale = full / max(f.size, 1) if full > 0 else 1.0
             if f.name in chunk:
                 found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], scale)
-            elif scale != 1:
+            elif scale != 1 or f.name in windowed:
                 found[f.name] = Part(f.name, f.dim, f.size, full, scale)
     return found
+
+
+def check_windows(plan: Plan, around: Mapping[str, tuple[Part, ...]]) -> None:
+    """A site that was fitted on all elements of a plate is not seen in part now."""
+    for name, parts in around.items():
+        if parts and plan.block_of(name).placement is None:
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"it was fitted on all elements of plate '{parts[0].name}', which now holds "
+                    f"{parts[0].size} of {parts[0].full}",
+                    "minibatches from the first step on, or never",
+                    "build a new AutoCVI and fit it by minibatches (all elements at once may follow)",
+                )
+            )
 
 
 def _sizes(trace: poutine.Trace) -> dict[str, int]:

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import Trace_ELBO
 
 from pyro_cvi import CVI, AutoCVI
@@ -296,6 +297,71 @@ def test_the_loss_of_a_minibatch_is_that_of_pyro():
     assert abs(float(values.mean()) - found) < 4 * float(values.std()) / 300**0.5
 
 
+def nested_topics(words, mask, idx=None):
+    with pyro.plate("topics", 2):
+        phi = pyro.sample("phi", dist.Dirichlet(torch.full((6,), 0.5)))
+    with pyro.plate("docs", len(words), subsample=idx, dim=-2) as i:
+        theta = pyro.sample("theta", dist.Dirichlet(torch.full((2,), 0.7)))
+        with pyro.plate("words", words.shape[1], dim=-1), poutine.mask(mask=mask[i]):
+            z = pyro.sample("z", dist.Categorical(theta))
+            pyro.sample("w", dist.Categorical(phi[z]), obs=words[i])
+
+
+def random_slopes(x, y, idx=None):
+    m = pyro.sample("m", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+    t = pyro.sample("t", dist.Gamma(2.0 * torch.ones(2), 1.0).to_event(1))
+    s = pyro.sample("s", dist.Gamma(2.0, 1.0))
+    with pyro.plate("groups", len(x), subsample=idx, dim=-2) as i:
+        u = pyro.sample("u", dist.Normal(m, t.rsqrt()).to_event(1))
+        with pyro.plate("rows", x.shape[1], dim=-1):
+            pyro.sample("y", dist.Normal(u[..., 0] + u[..., 1] * x[i], s.rsqrt()), obs=y[i])
+
+
+def rates(y, _, idx=None):
+    b = pyro.sample("b", dist.Gamma(2.0, 1.0))
+    with pyro.plate("rows", len(y), subsample=idx, dim=-2) as i:
+        r = pyro.sample("r", dist.Gamma(3.0, b))
+        with pyro.plate("columns", y.shape[1], dim=-1):
+            pyro.sample("y", dist.Poisson(r), obs=y[i])
+
+
+def proportions(k, n, idx=None):
+    with pyro.plate("states", 2):
+        a = pyro.sample("a", dist.Beta(2.0, 2.0))
+    with pyro.plate("rows", len(k), subsample=idx) as i:
+        z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+        p = pyro.sample("p", dist.Beta(1.0, 3.0))
+        pyro.sample("k", dist.Binomial(n[i], a[z]), obs=k[i])
+        pyro.sample("k2", dist.Binomial(n[i], p), obs=k[i])
+
+
+def some_data(model):
+    if model is nested_topics:
+        lengths = torch.randint(3, 9, (10,))
+        return torch.randint(6, (10, 9)), torch.arange(9) < lengths[:, None]
+    if model is random_slopes:
+        x = torch.randn(11, 6)
+        return x, 1 + x * (2 + 0.5 * torch.randn(11, 1)) + 0.3 * torch.randn(11, 6)
+    if model is rates:
+        return torch.poisson(10 * torch.rand(12, 3)), None
+    n = torch.randint(5, 20, (13,)).double()
+    return torch.binomial(n, torch.rand(13)), n
+
+
+@pytest.mark.parametrize(
+    "model", [nested_topics, random_slopes, rates, proportions], ids=lambda m: m.__name__
+)
+def test_passes_end_at_a_fixed_point_of_all_elements_at_once(model):
+    args = some_data(model)
+    cvi = CVI(model, AutoCVI(model))
+    for _ in range(60):
+        for batch in torch.arange(len(args[0])).split(4):
+            cvi.step(*args, batch)
+    everything = torch.arange(len(args[0]))
+    before = cvi.evaluate_loss(*args, everything)
+    assert cvi.step(*args, everything) == pytest.approx(before, rel=1e-7)
+
+
 # --- what can go wrong -----------------------------------------------------------------------------
 
 
@@ -362,6 +428,14 @@ def test_indices_of_model_and_guide_that_differ_are_an_error():
     CVI(mixture, guide).step(x, torch.arange(6))
     with pytest.raises(CVIError, match="plate 'data'.*other indices"):
         guide(x, torch.arange(6))
+
+
+def test_minibatches_after_a_fit_of_all_elements_are_refused():
+    x = data()
+    cvi = CVI(mixture, AutoCVI(mixture))
+    cvi.step(x)
+    with pytest.raises(CVIError, match="'z'.*fitted on all elements of plate 'data'"):
+        cvi.step(x, torch.arange(6))
 
 
 def test_options_are_checked():
