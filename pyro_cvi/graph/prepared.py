@@ -79,6 +79,8 @@ class Prepared:
         try:
             with torch.no_grad(), pyro.validation_enabled(False):
                 trace = plain_trace(model, args, kwargs, self.point)
+                if trace.changed:  # another minibatch
+                    return False
                 key = fingerprint(trace, factor_values(trace))
         except Exception:
             return False

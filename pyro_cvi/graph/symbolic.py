@@ -106,6 +106,7 @@ class _Prior(Messenger):
         self.values, self.chosen = values, chosen or {}
         self.one_state = one_state
         self.given: set[str] = set()
+        self.changed = False
         self.last: str | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -113,6 +114,8 @@ class _Prior(Messenger):
             self.last = msg["name"]
         elif msg["value"] is not None:  # plate(..., subsample=indices)
             self.given.add(msg["name"])
+            replayed = self.values.get(msg["name"])
+            self.changed |= replayed is not None and not _same_indices(replayed, msg["value"])
         elif _fits(self.chosen.get(msg["name"]), msg["fn"]):
             msg["value"], msg["done"] = self.chosen[msg["name"]], True
         if msg["name"] in self.values and (not msg["is_observed"] or site_is_subsample(msg)):
@@ -137,6 +140,11 @@ def _one_state(fn: Any) -> Tensor | None:
         return None
     state: Tensor = support[int(torch.randint(len(support), ()))]
     return state
+
+
+def _same_indices(a: Any, b: Any) -> bool:
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    return a.shape == b.shape and bool((a == b.to(a.device)).all())
 
 
 def _fits(chosen: Tensor | None, fn: Any) -> bool:
@@ -207,15 +215,15 @@ def plain_trace(
 ) -> poutine.Trace:
     """One ordinary run with some site values given; hidden from handlers outside.
 
-    `chosen` are indices for plates that would draw theirs. The trace's `given` attribute names the
-    plates whose indices came from the model. With `one_state` all elements of a finite discrete site
-    share a state, of batch dims of size one.
+    `chosen` are indices for plates that would draw theirs. The trace's `given` names the plates whose
+    indices came from the model, and `changed` says that these were not the ones replayed. With
+    `one_state` all elements of a finite discrete site share a state, of batch dims of size one.
     """
     seen = _Prior(values, chosen, one_state=one_state)
     try:
         with poutine.block(), seen:
             trace = poutine.trace(model).get_trace(*args, **kwargs)
-            trace.given = frozenset(seen.given)
+            trace.given, trace.changed = frozenset(seen.given), seen.changed
             return trace
     except Exception as error:
         error.last_site = seen.last  # type: ignore[attr-defined]

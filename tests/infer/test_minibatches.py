@@ -430,6 +430,25 @@ def test_indices_of_model_and_guide_that_differ_are_an_error():
         guide(x, torch.arange(6))
 
 
+def test_a_minibatch_after_all_rows_is_not_taken_for_them():
+    """The plan of the last step holds all rows; other indices are another step."""
+    x, y = regression_data()
+    guide = AutoCVI(regression)
+    cvi = CVI(regression, guide)
+    whole = cvi.step(x, y)
+    part = torch.arange(10)
+    w = guide.posterior("w")
+    residual = y[part] - x[part] @ w.loc
+    spread = (x[part] @ w.covariance_matrix * x[part]).sum(-1)
+    log_p = -0.5 * (residual**2 + spread) / 0.25 - 0.5 * torch.log(
+        torch.tensor(2 * torch.pi * 0.25)
+    )
+    prior = dist.MultivariateNormal(torch.zeros(3), 4 * torch.eye(3))
+    kl = torch.distributions.kl_divergence(w, prior)
+    assert cvi.evaluate_loss(x, y, part) == pytest.approx(float(kl - 5 * log_p.sum()), rel=1e-9)
+    assert cvi.evaluate_loss(x, y) == pytest.approx(whole, rel=1e-12)
+
+
 def test_minibatches_after_a_fit_of_all_elements_are_refused():
     x = data()
     cvi = CVI(mixture, AutoCVI(mixture))
