@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,11 @@ from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.updates import Step
 
 __all__ = ["BlockEntry", "Edge", "Report", "explain", "make_report"]
+
+
+_MANY = 40
+"""A printed report of more lines puts statements of a loop together."""
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Report:
         }
         head = ", ".join(f"{n} {h}" for h, n in counts.items() if n)
         rows = [("factor", "site", "how", "why")]
-        rows += [(e.factor, e.site, e.how, e.reason) for e in self.edges]
+        rows += _merged(self.edges) if len(self.edges) > _MANY else [_row(e) for e in self.edges]
         lines = [f"messages: {head}", "", *_table(rows), "", "blocks:"]
         table = [("sites", "family", "structure", "scalars", "why")]
         table += [
@@ -68,10 +74,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         colour = {"exact": "#1a7f37", "quadrature": "#9a6700", "sampled": "#cf222e"}
+        rows = _merged(self.edges) if len(self.edges) > _MANY else [_row(e) for e in self.edges]
         cells = "".join(
-            f"<tr><td>{html.escape(e.factor)}</td><td>{html.escape(e.site)}</td>"
-            f"<td style='color:{colour[e.how]}'>{e.how}</td><td>{html.escape(e.reason)}</td></tr>"
-            for e in self.edges
+            f"<tr><td>{html.escape(factor)}</td><td>{html.escape(site)}</td>"
+            f"<td style='color:{colour[how]}'>{how}</td><td>{html.escape(why)}</td></tr>"
+            for factor, site, how, why in rows
         )
         blocks = "".join(
             f"<tr><td>{html.escape(_short(b.sites))}</td><td>{b.family}</td>"
@@ -81,6 +88,29 @@ class Report:
         edge_head = "<tr><th>factor</th><th>site</th><th>message</th><th>why</th></tr>"
         block_head = "<tr><th>block</th><th>family</th><th>structure</th><th>why</th></tr>"
         return f"<table>{edge_head}{cells}</table><table>{block_head}{blocks}</table>"
+
+
+def _row(e: Edge) -> tuple[str, str, str, str]:
+    return e.factor, e.site, e.how, e.reason
+
+
+def _merged(edges: Sequence[Edge]) -> list[tuple[str, str, str, str]]:
+    """One row for names that differ in their numbers only (`y_0`, `y_1`, ...) and are treated alike."""
+    groups: dict[tuple[str, ...], list[Edge]] = {}
+    for e in edges:
+        key = (_NUMBER.sub("#", e.factor), _NUMBER.sub("#", e.site), e.how, e.reason)
+        groups.setdefault(key, []).append(e)
+    return [
+        (_span([e.factor for e in g]), _span([e.site for e in g]), g[0].how, g[0].reason)
+        for g in groups.values()
+    ]
+
+
+def _span(names: Sequence[str]) -> str:
+    different = list(dict.fromkeys(names))
+    if len(different) < 3:
+        return ", ".join(different)
+    return f"{different[0]} ... {different[-1]} ({len(different)})"
 
 
 def _short(sites: tuple[str, ...]) -> str:

@@ -220,6 +220,12 @@ def _repeats(shape: tuple[int, ...], present: set[int]) -> float:
 
 
 def _einsum(pieces: Sequence[Labelled], target: Axes) -> Tensor:
+    if len(pieces) == 1:  # a sum
+        tensor, axes = pieces[0]
+        dims = [i for i, a in enumerate(axes) if a not in target]
+        kept = [a for a in axes if a in target]
+        total = tensor.sum(dims) if dims else tensor
+        return total.permute([kept.index(a) for a in target])
     names: dict[int, int] = {}
     dtype = pieces[0][0].dtype
     for tensor, _ in pieces[1:]:
@@ -227,9 +233,6 @@ def _einsum(pieces: Sequence[Labelled], target: Axes) -> Tensor:
     flat: list[object] = []
     for tensor, axes in pieces:
         flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
-    if len(pieces) == 1 and len(pieces[0][1]) == len(target):
-        tensor, axes = pieces[0]
-        return tensor.permute([axes.index(a) for a in target])
     result: Tensor = torch.einsum(*flat, [names[a] for a in target])
     return result
 

@@ -90,7 +90,7 @@ class MarkovChain(AbstractFamily):
     def is_proper(self, natural: Natural) -> Tensor:
         """All potentials finite."""
         unary, pair = natural
-        return unary.isfinite().all(-1).all(-1) & pair.isfinite().flatten(-3).all(-1)
+        return (unary.sum((-1, -2)) + pair.sum((-1, -2, -3))).isfinite()
 
     def max_step(self, natural: Natural, direction: Natural) -> Tensor:
         """Infinite."""

@@ -287,3 +287,15 @@ def test_states_that_pass_through_lists_are_still_seen():
     )
     evidence = float(joint.logsumexp((0, 1, 2)))
     assert -evidence - 1e-12 <= losses[-1] <= -evidence + 1.0
+
+
+def test_a_printed_report_puts_the_steps_of_a_loop_together():
+    guide = AutoCVI(bayesian_hmm)
+    cvi = CVI(bayesian_hmm, guide)
+    cvi.step(torch.randn(2, 50))
+    report = cvi.explain()
+    assert len(report.edges) > 200
+    text = str(report)
+    assert len(text.splitlines()) < 30
+    assert "x_0 ... x_49 (50)" in text.replace("  ", " ") or "x_0 ... x_48 (25)" in text
+    assert len(report._repr_html_()) < 6000
