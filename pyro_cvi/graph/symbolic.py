@@ -8,6 +8,7 @@ as weights.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -221,7 +222,9 @@ def plain_trace(
     """
     seen = _Prior(values, chosen, one_state=one_state)
     try:
-        with poutine.block(), seen:
+        with poutine.block(), seen, warnings.catch_warnings():
+            # torch's Wishart says so of proper draws, and draws again
+            warnings.filterwarnings("ignore", "Singular sample detected", UserWarning)
             trace = poutine.trace(model).get_trace(*args, **kwargs)
             trace.given, trace.changed = frozenset(seen.given), seen.changed
             return trace

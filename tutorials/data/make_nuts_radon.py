@@ -18,24 +18,24 @@ from numpyro.infer import MCMC, NUTS
 
 HERE = Path(__file__).resolve().parent
 CHAINS, WARMUP, DRAWS = 4, 2000, 5000
-HYPER = ("precision_a", "precision_b", "precision_y")
+PRECISIONS = ("tau_a", "tau_b", "tau")
+REGRESSION = ("alpha0", "alpha1", "beta0", "beta1")
 
 
 def model(uranium, floor, county, y):
     """The model of the tutorial; the effects are standardised, which NUTS prefers."""
-    precision_a = numpyro.sample("precision_a", dist.Gamma(1.0, 0.05))
-    precision_b = numpyro.sample("precision_b", dist.Gamma(1.0, 0.05))
-    precision_y = numpyro.sample("precision_y", dist.Gamma(1.0, 1.0))
-    g = numpyro.sample("g", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
-    h = numpyro.sample("h", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
+    tau_a = numpyro.sample("tau_a", dist.Gamma(1.0, 0.05))
+    tau_b = numpyro.sample("tau_b", dist.Gamma(1.0, 0.05))
+    tau = numpyro.sample("tau", dist.Gamma(1.0, 1.0))
+    alpha0, alpha1, beta0, beta1 = (numpyro.sample(k, dist.Normal(0.0, 5.0)) for k in REGRESSION)
     with numpyro.plate("counties", len(uranium)):
         e = numpyro.sample("e", dist.Normal(0.0, 1.0))
         f = numpyro.sample("f", dist.Normal(0.0, 1.0))
-    a = numpyro.deterministic("a", g[0] + g[1] * uranium + e / jnp.sqrt(precision_a))
-    b = numpyro.deterministic("b", h[0] + h[1] * uranium + f / jnp.sqrt(precision_b))
+    a = numpyro.deterministic("a", alpha0 + alpha1 * uranium + e / jnp.sqrt(tau_a))
+    b = numpyro.deterministic("b", beta0 + beta1 * uranium + f / jnp.sqrt(tau_b))
     with numpyro.plate("homes", len(y)):
         mean = a[county] + b[county] * floor
-        numpyro.sample("y", dist.Normal(mean, 1 / jnp.sqrt(precision_y)), obs=y)
+        numpyro.sample("y", dist.Normal(mean, 1 / jnp.sqrt(tau)), obs=y)
 
 
 def main():
@@ -59,11 +59,11 @@ def main():
     draws = {k: np.asarray(v) for k, v in mcmc.get_samples(group_by_chain=True).items()}
     seconds = time.perf_counter() - start
 
-    kept, levels, result = ("a", "b", "g", "h", *HYPER), np.arange(1, 200) / 200, {}
+    kept, levels, result = ("a", "b", *REGRESSION, *PRECISIONS), np.arange(1, 200) / 200, {}
     for name in kept:
         flat = draws[name].reshape(-1, *draws[name].shape[2:])
         result[f"{name}_mean"], result[f"{name}_sd"] = flat.mean(0), flat.std(0)
-    for name in HYPER:
+    for name in PRECISIONS:
         result[f"{name}_quantiles"] = np.quantile(draws[name], levels)
     result["levels"] = levels
     result["max_r_hat"] = max(split_gelman_rubin(draws[name]).max() for name in kept)
