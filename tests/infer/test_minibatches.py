@@ -202,7 +202,7 @@ def test_a_mixture_in_minibatches_ends_where_the_whole_data_does():
     full, batched = AutoCVI(mixture), AutoCVI(mixture)
     CVI(mixture, full).run(x, num_steps=200, tol=1e-14)
     cvi = CVI(mixture, batched)
-    for _ in range(60):
+    for _ in range(30):
         for batch in torch.arange(N).split(17):
             cvi.step(x, batch)
     a, order_a = batched.posterior("mu").loc.sort()
@@ -220,29 +220,29 @@ def factor_model(x, idx=None, size=None):
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
         b = pyro.sample("b", dist.Normal(torch.zeros(2), 0.5).to_event(1))
         m = torch.stack([c + a + w[0] * 0, a + b[..., 0], w[1] + b[..., 1]], -1)
-        pyro.sample("x", dist.Normal(m, 0.3).to_event(1), obs=x[i])
+        pyro.sample("x", dist.Normal(m, 1.0).to_event(1), obs=x[i])
 
 
 def test_local_gaussians_of_several_sites_are_kept_by_element():
     x = torch.randn(20, 3) + 2
     batched = AutoCVI(factor_model)
     cvi = CVI(factor_model, batched)
-    for _ in range(300):
+    for _ in range(60):
         for batch in torch.arange(20).split(6):
             cvi.step(x, batch)
     assert [b.structure for b in batched.plan.blocks] == ["dense", "plated"]
     # the same mean field, by hand: rows given (w, c), and (w, c) given rows
     w1, c, pw, pc = 0.0, 0.0, 1.0, 0.04
-    for _ in range(3000):
+    for _ in range(500):
         first = x[:, 0] - c
         # a, b0 jointly; b1 on its own
-        precision = torch.tensor([[1 + 2 / 0.09, 1 / 0.09], [1 / 0.09, 4 + 1 / 0.09]])
-        rhs = torch.stack([(first + x[:, 1]) / 0.09, x[:, 1] / 0.09], -1)
+        precision = torch.tensor([[3.0, 1.0], [1.0, 5.0]])
+        rhs = torch.stack([first + x[:, 1], x[:, 1]], -1)
         ab = torch.linalg.solve(precision, rhs.T).T
-        b1 = ((x[:, 2] - w1) / 0.09) / (4 + 1 / 0.09)
-        pc, pw = 0.04 + 20 / 0.09, 1 + 20 / 0.09
-        c = float(((x[:, 0] - ab[:, 0]) / 0.09).sum() / pc)
-        w1 = float(((x[:, 2] - b1) / 0.09).sum() / pw)
+        b1 = (x[:, 2] - w1) / 5
+        pc, pw = 20.04, 21.0
+        c = float((x[:, 0] - ab[:, 0]).sum() / pc)
+        w1 = float((x[:, 2] - b1).sum() / pw)
     torch.testing.assert_close(batched.posterior("a").loc, ab[:, 0], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(batched.posterior("b").loc[:, 1], b1, atol=1e-6, rtol=1e-6)
     assert float(batched.posterior("c").loc) == pytest.approx(c, abs=1e-6)
@@ -354,12 +354,12 @@ def some_data(model):
 def test_passes_end_at_a_fixed_point_of_all_elements_at_once(model):
     args = some_data(model)
     cvi = CVI(model, AutoCVI(model))
-    for _ in range(60):
-        for batch in torch.arange(len(args[0])).split(4):
+    for _ in range(30):
+        for batch in torch.arange(len(args[0])).split(5):
             cvi.step(*args, batch)
     everything = torch.arange(len(args[0]))
     before = cvi.evaluate_loss(*args, everything)
-    assert cvi.step(*args, everything) == pytest.approx(before, rel=1e-7)
+    assert cvi.step(*args, everything) == pytest.approx(before, rel=1e-5)
 
 
 # --- what can go wrong -----------------------------------------------------------------------------
