@@ -28,6 +28,7 @@ from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.graph.sampling import Sampler
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.guide import AutoCVI
+from pyro_cvi.linalg import sum_gradients
 from pyro_cvi.prediction import local_posteriors, log_predictive
 from pyro_cvi.sweep import Sweeper, kl_of
 
@@ -451,7 +452,7 @@ class CVI:
             sampled = sampler.estimate(
                 evaluator, self._sweeper.control, parameters=leaves
             ).parameters
-            grads = [_sum(a, b) for a, b in zip(grads, sampled, strict=True)]
+            grads = [sum_gradients(a, b) for a, b in zip(grads, sampled, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
             if g is not None and not bool(g.isfinite().all()):
                 raise CVIError(
@@ -474,12 +475,6 @@ def _final_loss(losses: list[float]) -> float:
     """The last loss, or a mean of the last tenth, which for a noisy one says more."""
     last = losses[-max(1, len(losses) // 10) :]
     return sum(last) / len(last) if last else math.inf
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
 
 
 def _progress_bar(total: int) -> Any:

@@ -14,10 +14,12 @@ __all__ = [
     "inverse_precision",
     "log_diagonal_sum",
     "matvec",
+    "or_zeros",
     "outer",
     "precision_to_scale_tril",
     "solve_lower",
     "solve_precision",
+    "sum_gradients",
     "sum_to_dims",
     "symmetrise",
     "whiten",
@@ -35,6 +37,18 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
             if size != 1:
                 result[i] = size
     return tuple(result)
+
+
+def or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient as autograd returns it, where None stands for zero."""
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def sum_gradients(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a + b, where None stands for zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 def sum_to_dims(x: Tensor, dims: set[int]) -> Tensor:

@@ -26,6 +26,7 @@ from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.graph.sampling import Sampler
 from pyro_cvi.graph.stored import Batches, SiteMessages
+from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.start import start
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
 
@@ -196,9 +197,9 @@ class Sweeper:
         scale = prepared.parts[plate].scale
         belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
         whole, inside = evaluator.message(block), evaluator.message(block, plate)
-        batch = tuple(_filled(g, like) / scale for g, like in zip(inside, leaves, strict=True))
+        batch = tuple(or_zeros(g, like) / scale for g, like in zip(inside, leaves, strict=True))
         rest = tuple(
-            _filled(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
+            or_zeros(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
         )
         gradient = memory.put(block.name, belief, batch, rest)
         self._take(evaluator, block, list(gradient), 1.0 if exact else _DAMPED)
@@ -279,7 +280,7 @@ class Sweeper:
         gradient = evaluator.message(block)
         if sampled is not None:
             sampled = [None if g is None else g / evaluator.temperature for g in sampled]
-            gradient = [_sum(a, b) for a, b in zip(gradient, sampled, strict=True)]
+            gradient = [sum_gradients(a, b) for a, b in zip(gradient, sampled, strict=True)]
             if isinstance(belief, GaussianBelief) and sampled[0] is not None:
                 self._keep_control(block.name, belief, sampled, rho)
         self._take(evaluator, block, gradient, rho)
@@ -400,16 +401,6 @@ def _message_size(block: Block) -> int:
     if block.layout is not None:
         return block.layout.count * block.layout.width * (block.layout.width + 1)
     return len(block.family.statistics) * block.size
-
-
-def _filled(g: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if g is None else g
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
 
 
 def kl_of(old: dict[str, Belief], new: dict[str, Belief]) -> float:

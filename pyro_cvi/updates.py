@@ -24,6 +24,7 @@ from pyro_cvi.families import GAUSSIAN, AbstractFamily, Natural, from_loc_precis
 from pyro_cvi.linalg import (
     inverse_precision,
     log_diagonal_sum,
+    or_zeros,
     precision_to_scale_tril,
     solve_precision,
     symmetrise,
@@ -116,8 +117,8 @@ class GaussianBelief(AbstractBelief):
         return bool(self.loc.isfinite().all()) and bool(self.precision.isfinite().all())
 
     def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[GaussianBelief, Step]:
-        g_loc = _or_zeros(gradient[0], self.loc)
-        target = -2 * symmetrise(_or_zeros(gradient[1], self.precision))
+        g_loc = or_zeros(gradient[0], self.loc)
+        target = -2 * symmetrise(or_zeros(gradient[1], self.precision))
         precision = self.precision + rho * (target - self.precision) if rho != 1 else target
         found = torch.linalg.cholesky_ex(target)
         bad = found.info != 0
@@ -195,7 +196,7 @@ class FamilyBelief(AbstractBelief):
         return all(bool(n.isfinite().all()) for n in self.natural)
 
     def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[FamilyBelief, Step]:
-        target = tuple(_or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True))
+        target = tuple(or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True))
         family = self.family
         proper = family.is_proper(target)
         everywhere = bool(proper.all())
@@ -224,10 +225,6 @@ class FamilyBelief(AbstractBelief):
 
 
 Belief = AbstractBelief
-
-
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
 
 
 __all__ += ["AbstractBelief"]

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_cvi.linalg import or_zeros
+
 __all__ = ["CellFunction", "gaussian_expectation", "tolerance"]
 
 CellFunction = Callable[[list[Tensor], Tensor | None], Tensor]
@@ -167,8 +169,8 @@ def _fill(
             total = q.sum()
         if gradient:
             pm, pc = torch.autograd.grad(total, (m, c), allow_unused=True)
-            gm[:, part] = _or_zero(pm, m)
-            gc[:, :, part] = _or_zero(pc, c)
+            gm[:, part] = or_zeros(pm, m)
+            gc[:, :, part] = or_zeros(pc, c)
         value[part] = q.detach()
         with torch.no_grad():
             rough = _rough(function, m.detach(), c.detach(), kind, order, index)
@@ -186,10 +188,6 @@ def _rough(
 def _moments(f: Tensor, x: Tensor, w: Tensor) -> Tensor:
     """sum_i w_i f, and sum_i w_i x_i f for each predictor, cell by cell."""
     return torch.cat([w[None], w * x]) @ f
-
-
-def _or_zero(g: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if g is None else g
 
 
 def _points(m: Tensor, c: Tensor, x: Tensor) -> list[Tensor]:
