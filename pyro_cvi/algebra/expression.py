@@ -39,6 +39,7 @@ __all__ = [
     "as_expression",
     "const_operand",
     "contract",
+    "contract_to",
     "einsum",
     "expand",
     "fresh_label",
@@ -535,6 +536,25 @@ def _with_missing(term: Term, label: Mapping[str, int], sizes: Mapping[str, int]
     return Term(term.coefficient * missing, term.operands) if missing != 1 else term
 
 
+def contract_to(pieces: Sequence[tuple[Tensor, Axes]], target: Axes) -> Tensor:
+    """Einsum of labelled tensors, with the axes `target` in this order; all others are summed over."""
+    if len(pieces) == 1:
+        tensor, axes = pieces[0]
+        dims = [i for i, a in enumerate(axes) if a not in target]
+        kept = [a for a in axes if a in target]
+        total = tensor.sum(dims) if dims else tensor
+        return total.permute([kept.index(a) for a in target])
+    names: dict[int, int] = {}
+    flat: list[object] = []
+    dtype = pieces[0][0].dtype
+    for tensor, _ in pieces[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    for tensor, axes in pieces:
+        flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
+    result: Tensor = torch.einsum(*flat, [names[a] for a in target])
+    return result
+
+
 def contract(pieces: Sequence[tuple[Tensor, Axes]], ndim: int) -> Tensor:
     """Einsum of labelled tensors, returned with output axes right-aligned and size one where absent."""
     labels = sorted({a for _, axes in pieces for a in axes if a < 0})
@@ -545,14 +565,7 @@ def contract(pieces: Sequence[tuple[Tensor, Axes]], ndim: int) -> Tensor:
             result = aligned if result is None else result * aligned
         assert result is not None
     else:
-        names: dict[int, int] = {}
-        flat: list[object] = []
-        dtype = pieces[0][0].dtype
-        for tensor, _ in pieces[1:]:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        for tensor, axes in pieces:
-            flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
-        result = torch.einsum(*flat, [names[a] for a in labels])
+        result = contract_to(pieces, tuple(labels))
     if len(labels) == ndim:
         return result
     sizes = iter(result.shape)

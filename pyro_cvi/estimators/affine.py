@@ -30,6 +30,7 @@ from pyro_cvi.algebra.expression import (
     Term,
     align,
     contract,
+    contract_to,
     fresh_label,
 )
 from pyro_cvi.estimators.moments import Moments, Pool, Structure
@@ -360,21 +361,9 @@ class Covariance:
         k, j = fresh_label(), fresh_label()
         pieces = [(x.matrix.to(cov.dtype), (*x.axes, k)), (cov, (k, j))]
         left = contract_to(pieces, (*x.axes, j))
-        product = contract_to([(left, (*x.axes, j)), (y.matrix.to(cov.dtype), (*y.axes, j))], None)
         axes = tuple(sorted({*x.axes, *y.axes}))
+        product = contract_to([(left, (*x.axes, j)), (y.matrix.to(cov.dtype), (*y.axes, j))], axes)
         return x.coefficient * y.coefficient * contract([(product, axes)], self.ndim)
-
-
-def contract_to(pieces: Sequence[tuple[Tensor, Axes]], target: Axes | None) -> Tensor:
-    """einsum to the given labels (all negative ones, sorted, when None)."""
-    labels = sorted({a for _, axes in pieces for a in axes})
-    target = tuple(a for a in labels if a < 0) if target is None else target
-    names = {a: i for i, a in enumerate(labels)}
-    flat: list[object] = []
-    for tensor, axes in pieces:
-        flat += [tensor, [names[a] for a in axes]]
-    result: Tensor = torch.einsum(*flat, [names[a] for a in target])
-    return result
 
 
 def _reads_several(reads: list[tuple[Tensor, Axes]]) -> bool:

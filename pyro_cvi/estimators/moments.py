@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Stat, Statistic
+from pyro_cvi.algebra.expression import Statistic
 from pyro_cvi.families import AbstractFamily
 from pyro_cvi.gaussians import Layout, row_quadratic
 
@@ -108,10 +108,3 @@ class Moments:
             cov = self.gaussian[block][1]
             self._diagonal[block] = cov.diagonal(dim1=-2, dim2=-1).reshape(-1)
         return self._diagonal[block]
-
-    def read(self, stat: Stat, position: int) -> Tensor:
-        """E_q of a statistic of a site outside the Gaussian blocks, cell by cell."""
-        values = self.other[stat.site.name][position].reshape(-1)
-        if values.numel() == 1 and stat.index.ndim == 0:
-            return values[0]
-        return values[stat.index]

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Axes
+from pyro_cvi.algebra.expression import Axes, contract_to
 from pyro_cvi.estimators.affine import Affine, Covariance
 from pyro_cvi.estimators.moments import Moments
 
@@ -83,7 +83,8 @@ def separated(product: Product) -> list[Piece] | None:
     both: list[Component] = [first, second]
     labels = tuple(sorted({*first.axes, *second.axes}))
     if _count(product.shape, {x - ndim for x in map(axes.index, labels)}) <= _MOST_SCALARS:
-        both = [_Fixed(_outer(first, second, labels), labels)]
+        pieces = [(first.tensor, first.axes), (second.tensor, second.axes)]
+        both = [_Fixed(contract_to(pieces, labels), labels)]
     return [
         (1.0, both),
         (1.0, [first, b.mean(axes)]),
@@ -147,15 +148,6 @@ class _Fixed:
 
     def __call__(self, moments: Moments) -> Tensor:
         return self.tensor
-
-
-def _outer(a: _Fixed, b: _Fixed, labels: Axes) -> Tensor:
-    names = {x: i for i, x in enumerate(labels)}
-    result: Tensor = torch.einsum(
-        a.tensor, [names[x] for x in a.axes], b.tensor, [names[x] for x in b.axes],
-        list(range(len(labels))),
-    )  # fmt: skip
-    return result
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Axes, Stat
+from pyro_cvi.algebra.expression import Axes, Stat, const_operand, contract_to
 from pyro_cvi.estimators.moments import Moments
 from pyro_cvi.estimators.products import Component
 
@@ -183,7 +183,7 @@ def summed(
             total = total + _contracted(pieces, (), number)
             continue
         axes = tuple(sorted(present & wanted))
-        s = (_einsum(pieces, axes), axes) if pieces else None
+        s = (contract_to(pieces, axes), axes) if pieces else None
         if len(components) == 1 and isinstance(components[0], Gather):
             s = _scattered(s, components[0])
         result.append((number, s, components))
@@ -200,8 +200,8 @@ def _scattered(s: Labelled | None, gather: Gather) -> Labelled:
 
 
 def _squeezed(x: Tensor) -> Labelled:
-    kept = [d for d in range(-x.ndim, 0) if x.shape[d] > 1]
-    return x.reshape([x.shape[d] for d in kept]), tuple(kept)
+    c = const_operand(x)
+    return c.tensor, c.axes
 
 
 def _labels(pieces: Sequence[Labelled]) -> set[int]:
@@ -211,30 +211,12 @@ def _labels(pieces: Sequence[Labelled]) -> set[int]:
 def _contracted(pieces: Sequence[Labelled], target: Axes, number: float) -> Tensor:
     if not pieces or number == 0:
         return torch.tensor(number if not pieces else 0.0, dtype=torch.float64)
-    return _einsum(pieces, target) * number
+    return contract_to(pieces, target) * number
 
 
 def _repeats(shape: tuple[int, ...], present: set[int]) -> float:
     """How often a value counts that is constant along some axes of the cells."""
     return float(math.prod(shape[d] for d in range(-len(shape), 0) if d not in present))
-
-
-def _einsum(pieces: Sequence[Labelled], target: Axes) -> Tensor:
-    if len(pieces) == 1:  # a sum
-        tensor, axes = pieces[0]
-        dims = [i for i, a in enumerate(axes) if a not in target]
-        kept = [a for a in axes if a in target]
-        total = tensor.sum(dims) if dims else tensor
-        return total.permute([kept.index(a) for a in target])
-    names: dict[int, int] = {}
-    dtype = pieces[0][0].dtype
-    for tensor, _ in pieces[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    flat: list[object] = []
-    for tensor, axes in pieces:
-        flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
-    result: Tensor = torch.einsum(*flat, [names[a] for a in target])
-    return result
 
 
 def to_scalar(pieces: Sequence[Labelled]) -> Tensor:
@@ -244,4 +226,4 @@ def to_scalar(pieces: Sequence[Labelled]) -> Tensor:
         for tensor, _ in pieces[1:]:
             result = result * tensor
         return result
-    return _einsum(pieces, ())
+    return contract_to(pieces, ())
