@@ -268,7 +268,7 @@ def settle(evaluator: Evaluator) -> None:
     """
     sweeper = Sweeper("stored", 1.0, 0.7)
     for block in evaluator.plan.blocks:
-        if block.placement and evaluator.plan.latents[block.sites[0]].support is not None:
+        if block.placement and block.is_discrete:
             old = evaluator.beliefs[block.name]
             sweeper.deterministic(evaluator, block)
             logits = evaluator.beliefs[block.name].tensors[0]

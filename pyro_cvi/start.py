@@ -56,7 +56,7 @@ def seeded_blocks(plan: Plan, located: Collection[str] = ()) -> list[Block]:
 def _components(plan: Plan, block: Block) -> list[Block]:
     """The continuous blocks that share a factor with a discrete one."""
     names = {b for f in plan.factors_of(block.name) for b in f.blocks}
-    return [b for b in plan.blocks if b.name in names and plan.latents[b.sites[0]].support is None]
+    return [b for b in plan.blocks if b.name in names and not b.is_discrete]
 
 
 def start(evaluator: Evaluator, step: BlockStep, located: Collection[str] = ()) -> None:

@@ -234,7 +234,7 @@ class Sweeper:
         values, factors = parts[1:].tolist(), evaluator.factors(block)
         faulty = factors[0].name
         worst = -math.inf
-        slopes = [evaluator.slope(f, name, old) for f in factors]
+        slopes = [evaluator.slope(f, block, old) for f in factors]
         for f, v, slope in zip(factors, values, slopes, strict=True):
             wrong = abs(float(evaluator.factor(f).detach()) - v - slope)
             if wrong > worst:
@@ -374,8 +374,7 @@ def _shake(evaluator: Evaluator) -> None:
     """Disturb the discrete blocks a little: hot, all components are one, and must be able to part."""
     for block in evaluator.plan.blocks:
         belief = evaluator.beliefs[block.name]
-        discrete = evaluator.plan.latents[block.sites[0]].support is not None
-        if discrete and isinstance(belief, FamilyBelief):
+        if block.is_discrete and isinstance(belief, FamilyBelief):
             states, *others = belief.natural
             moved = states.log_softmax(-1) + _SHAKE * torch.randn_like(states)
             evaluator.set(block.name, FamilyBelief(belief.family, (moved, *others)))
@@ -388,7 +387,7 @@ def _only(prepared: Prepared) -> str:
 
 def _is_symmetric(plan: Plan) -> bool:
     """Whether a local discrete site could stand for components that are alike at the start."""
-    return any(b.placement and plan.latents[b.sites[0]].enum_dim is not None for b in plan.blocks)
+    return any(b.placement and b.is_discrete for b in plan.blocks)
 
 
 def _elements(block: Block) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from pyro import poutine
@@ -25,20 +25,12 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.check import agree
 from pyro_cvi.graph.symbolic import Call, Factor, Latent, Symbolic
 
-__all__ = ["Chain", "Dependence", "chains", "check_branches", "shares_dims", "with_dims"]
+__all__ = ["Dependence", "chains", "check_branches", "shares_dims", "with_dims"]
 
 Dependence = Mapping[str, frozenset[str]]
 """For each factor the discrete sites it depends on."""
 _MOST_DIMS = 24
 """Tensors may have 64 dims, but the model's own ops on the values need some of them."""
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Sites in order, each joined to the next by a factor; all with K states."""
-
-    sites: tuple[str, ...]
-    categories: int
 
 
 def with_dims(call: Call, factors: Sequence[str], known: Dependence | None = None) -> Call:
@@ -141,7 +133,7 @@ def _at_state(values: Tensor, latent: Latent, state: Tensor) -> Tensor:
     return torch.take_along_dim(values, index, dim)
 
 
-def chains(latents: Mapping[str, Latent], factors: Sequence[Factor]) -> list[Chain]:
+def chains(latents: Mapping[str, Latent], factors: Sequence[Factor]) -> list[tuple[str, ...]]:
     """Chains of discrete sites, in program order.
 
     All sites of a chain have the same plates and number of states, and every factor reads one site of
@@ -164,12 +156,7 @@ def chains(latents: Mapping[str, Latent], factors: Sequence[Factor]) -> list[Cha
     paths = {id(p): p for p in path.values() if len(p) > 1}
     place = {n: (i, k) for i, p in paths.items() for k, n in enumerate(p)}
     broken = {i for sites in together for i in _misfits(sites, place)}
-    found = []
-    for i, p in paths.items():
-        support = latents[p[0]].support
-        if i not in broken and support is not None:
-            found.append(Chain(tuple(p), len(support)))
-    return found
+    return [tuple(p) for i, p in paths.items() if i not in broken]
 
 
 def _append(

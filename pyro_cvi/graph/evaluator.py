@@ -32,7 +32,7 @@ def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, Leaves]:
         values = leaves[block.name]
         if block.layout is not None:
             gaussian[block.name] = (values[0], values[1])
-        elif plan.latents[block.sites[0]].enum_dim is not None:
+        elif block.is_discrete:
             probabilities[block.name] = values
         else:
             other[block.sites[0]] = values
@@ -63,18 +63,24 @@ class Evaluator:
 
     def set(self, block: str, belief: Belief) -> None:
         """Change one block; the factors that touch it become stale."""
-        self._count += 1
         self.beliefs[block] = belief
-        self.leaves[block] = belief.leaves()
-        self._version[block] = self._count
-        self._moments = self._plain = None
+        self._renew(block, belief.leaves())
 
     def hold(self, block: str, leaves: tuple[Tensor, ...]) -> None:
         """Give a discrete block weights that need not be probabilities, until its belief is set."""
+        self._renew(block, tuple(x.requires_grad_() for x in leaves))
+
+    def _renew(self, block: str, leaves: tuple[Tensor, ...]) -> None:
         self._count += 1
-        self.leaves[block] = tuple(x.requires_grad_() for x in leaves)
+        self.leaves[block] = leaves
         self._version[block] = self._count
         self._moments = self._plain = None
+
+    def _now(self) -> tuple[Moments, Leaves]:
+        """Moments and probabilities at the present leaves, with their graph."""
+        if self._moments is None:
+            self._moments = moments_of(self.plan, self.leaves)
+        return self._moments
 
     def factor(self, f: CompiledFactor) -> Tensor:
         """E_q[log p] of a factor, with the graph to the leaves of its continuous blocks.
@@ -86,13 +92,11 @@ class Evaluator:
         cached = self._cache.get(f.name)
         if cached is None or cached[0] != key:
             with torch.enable_grad():
-                if self._moments is None:
-                    self._moments = moments_of(self.plan, self.leaves)
-                moments, probabilities = self._moments
-                if not self.plan.learns:
-                    value = self._statistics_of(f)(moments)
-                else:
+                moments, probabilities = self._now()
+                if self.plan.learns:
                     value = f(moments, probabilities)
+                else:
+                    value = self._statistics_of(f)(moments)
                 cached = (key, value)
             self._cache[f.name] = cached
         return cached[1]
@@ -103,7 +107,7 @@ class Evaluator:
         known = self._statistics.get(f.name)
         if known is None or known[0] != key:
             with torch.no_grad():
-                weight = f.full_weight(self.leaves)
+                weight = f.weight_with(f.weightings, self.leaves)
                 own = tuple(weight.shape) if isinstance(weight, Tensor) else ()
                 shape = broadcast_shapes(f.expectation.shape, own)
                 known = (key, f.expectation.summed(weight, shape))
@@ -166,7 +170,7 @@ class Evaluator:
         With `inside` only the factors in that plate count.
         """
         weight = self.weight_of(block)
-        if self.plan.latents[block.sites[0]].support is not None and not self.plan.learns:
+        if block.is_discrete and not self.plan.learns:
             table = self._discrete_message(block, inside)
             return [g if g is None or weight == 1 else g / weight for g in table]
         total: Tensor | None = None
@@ -186,9 +190,7 @@ class Evaluator:
 
     def cells(self, f: CompiledFactor) -> Tensor:
         """weight * E_q[log p] cell by cell, weighted by the probabilities of the discrete sites."""
-        if self._moments is None:
-            self._moments = moments_of(self.plan, self.leaves)
-        table = f.expectation(self._moments[0]).detach()
+        table = f.expectation(self._now()[0]).detach()
         value = f.weighted(table, f.weightings, self.leaves)
         return value.expand(broadcast_shapes(f.expectation.shape, value.shape))
 
@@ -196,12 +198,12 @@ class Evaluator:
         """The factors of a block that are not sampled."""
         return self._factors[block.name]
 
-    def slope(self, f: CompiledFactor, block: str, origin: Belief) -> float:
+    def slope(self, f: CompiledFactor, block: Block, origin: Belief) -> float:
         """<message of a factor, mean - mean at `origin`>: what an affine factor changes by."""
         value = self.factor(f)
-        if not value.requires_grad or self.plan.latents_of(block)[0].support is not None:
+        if not value.requires_grad or block.is_discrete:
             return 0.0
-        leaves, start = self.leaves[block], origin.leaves()
+        leaves, start = self.leaves[block.name], origin.leaves()
         found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
         parts = [
             (torch.zeros_like(x) if g is None else g, x.detach(), s.detach())

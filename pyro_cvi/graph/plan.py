@@ -186,7 +186,7 @@ class CompiledFactor:
     def __call__(self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
         """sum over cells of weight * E_q[log p]; `probabilities` of the discrete blocks."""
         value = self.expectation(moments)
-        weight = self._weight_with(self.weightings, probabilities)
+        weight = self.weight_with(self.weightings, probabilities)
         shape = self.expectation.shape
         if isinstance(weight, Tensor):
             value = value * weight
@@ -197,10 +197,6 @@ class CompiledFactor:
         total = value.sum()
         return total if repeats == 1 else total * repeats
 
-    def full_weight(self, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor | float:
-        """Weight times the probabilities of all discrete sites, cell by cell."""
-        return self._weight_with(self.weightings, probabilities)
-
     def weighted(
         self,
         table: Tensor,
@@ -209,14 +205,15 @@ class CompiledFactor:
     ) -> Tensor:
         """E_q[log p] cell by cell, times the weight and the probabilities of some discrete sites."""
         with torch.no_grad():
-            weight = self._weight_with(others, probabilities)
+            weight = self.weight_with(others, probabilities)
             if isinstance(weight, Tensor) or weight != 1.0:
                 table = table * weight
             return table
 
-    def _weight_with(
+    def weight_with(
         self, weightings: Sequence[Weighting], probabilities: Mapping[str, tuple[Tensor, ...]]
     ) -> Tensor | float:
+        """The weight times the probabilities of some discrete sites, cell by cell."""
         weight: Tensor | float = self.weight
         for w in weightings:
             p = w(probabilities)
@@ -253,10 +250,6 @@ class Plan:
     def factors_of(self, block: str) -> list[CompiledFactor]:
         """The factors that touch a block."""
         return self._by_block[block]
-
-    def latents_of(self, block: str) -> list[Latent]:
-        """The latents of a block."""
-        return [self.latents[s] for s in self._block_by_name[block].sites]
 
     def block_of(self, site: str) -> Block:
         return self._block_by_name[self.structure.block[site]]
@@ -307,8 +300,8 @@ def make_structure(
     blocks: list[Block] = []
     gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim, parts)
     by_first = {g.sites[0]: g for g in gaussian}
-    chain = {c.sites[0]: c for c in chains(symbolic.latents, symbolic.factors)}
-    covered = {s for g in gaussian for s in g.sites} | {s for c in chain.values() for s in c.sites}
+    chain = {sites[0]: sites for sites in chains(symbolic.latents, symbolic.factors)}
+    covered = {s for g in gaussian for s in g.sites} | {s for c in chain.values() for s in c}
     for name, latent in symbolic.latents.items():
         if name in by_first:
             g = by_first[name]
@@ -317,7 +310,7 @@ def make_structure(
                 Block(_label(g.sites), g.sites, GAUSSIAN, g.layout, g.reason, size, g.placement)
             )
         elif name in chain:
-            sites = chain[name].sites
+            sites = chain[name]
             size = sum(symbolic.latents[s].value.numel() for s in sites)
             reason = "neighbours joined by a factor: forward-backward"
             place = _placement(MARKOV_CHAIN, parts.get(name))
@@ -326,9 +319,9 @@ def make_structure(
             size = latent.value.numel()
             place = _placement(latent.family, parts.get(name))
             blocks.append(Block(name, (name,), latent.family, None, "one per site", size, place))
-    # Discrete blocks last: they start from random responsibilities, which break symmetry only when
-    # the continuous blocks look at them first.
-    blocks.sort(key=lambda b: symbolic.latents[b.sites[0]].enum_dim is not None)
+    # Discrete blocks last: their start breaks symmetry only when the continuous blocks look at them
+    # first.
+    blocks.sort(key=lambda b: b.is_discrete)
     return tuple(blocks), _structure(symbolic.latents, blocks)
 
 

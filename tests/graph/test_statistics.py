@@ -132,12 +132,7 @@ def test_statistics_give_the_value_and_the_gradient_of_the_cells(model):
         moments, probabilities = moments_of(e.plan, e.leaves)
         direct = f(moments, probabilities)
         torch.testing.assert_close(value, direct, atol=1e-9, rtol=1e-9)
-        leaves = [
-            x
-            for b in e.plan.blocks
-            if e.plan.latents[b.sites[0]].support is None
-            for x in e.leaves[b.name]
-        ]
+        leaves = [x for b in e.plan.blocks if not b.is_discrete for x in e.leaves[b.name]]
         if not leaves or not value.requires_grad:
             continue
         mine = torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
