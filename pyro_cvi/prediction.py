@@ -25,6 +25,7 @@ from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, first_run, prepare
+from pyro_cvi.graph.symbolic import plate_frames
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.linalg import broadcast_shapes, sum_to_dims
 from pyro_cvi.sweep import Sweeper
@@ -193,7 +194,8 @@ class _Rows:
                     "call CVI.run(*training_args) first",
                 )
             )
-        frames = _frames(first_run(model, args, kwargs))
+        trace = first_run(model, args, kwargs)
+        frames = {f.name: f for f in plate_frames(trace) if f.vectorized}
         before = fitted.sizes
         if plates is None:
             plates = [n for n, f in frames.items() if f.size != before.get(n)]
@@ -249,16 +251,6 @@ def _has_rows(x: Any, full: int) -> bool:
 
 def _cut(x: Any, full: int, rows: Tensor) -> Any:
     return x[rows.to(x.device)] if _has_rows(x, full) else x
-
-
-def _frames(trace: Any) -> dict[str, Any]:
-    return {
-        f.name: f
-        for site in trace.nodes.values()
-        if site["type"] == "sample"
-        for f in site["cond_indep_stack"]
-        if f.vectorized
-    }
 
 
 def settle(evaluator: Evaluator) -> None:

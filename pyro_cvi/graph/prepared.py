@@ -31,9 +31,10 @@ from pyro_cvi.graph.symbolic import (
     enumerated_values,
     is_factor_site,
     plain_trace,
+    plate_frames,
     subsample_values,
 )
-from pyro_cvi.graph.validation import check_batch, check_data, check_same_sites
+from pyro_cvi.graph.validation import check_batch, check_data, check_same_sites, check_windows
 from pyro_cvi.graph.windows import Part, Window, whole_latent
 
 __all__ = ["Prepared", "first_run", "prepare"]
@@ -159,45 +160,21 @@ def _parts(
 ) -> dict[str, Part]:
     """The plates that hold some of their elements, or did so before (`windowed`)."""
     found = {}
-    for site in trace.nodes.values():
-        if not is_factor_site(site):
+    for f in plate_frames(trace):
+        if not f.vectorized:
             continue
-        for f in site["cond_indep_stack"]:
-            if f.dim is None:
-                continue
-            full = f.size if f.full_size is None else f.full_size
-            scale = full / max(f.size, 1) if full > 0 else 1.0
-            if f.name in chunk:
-                found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], scale)
-            elif scale != 1 or f.name in windowed:
-                found[f.name] = Part(f.name, f.dim, f.size, full, scale)
+        full = f.size if f.full_size is None else f.full_size
+        scale = full / max(f.size, 1) if full > 0 else 1.0
+        if f.name in chunk:
+            found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], scale)
+        elif scale != 1 or f.name in windowed:
+            found[f.name] = Part(f.name, f.dim, f.size, full, scale)
     return found
-
-
-def check_windows(plan: Plan, around: Mapping[str, tuple[Part, ...]]) -> None:
-    """A site that was fitted on all elements of a plate is not seen in part now."""
-    for name, parts in around.items():
-        if parts and plan.block_of(name).placement is None:
-            raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"it was fitted on all elements of plate '{parts[0].name}', which now holds "
-                    f"{parts[0].size} of {parts[0].full}",
-                    "minibatches from the first step on, or never",
-                    "build a new AutoCVI and fit it by minibatches (all elements at once may follow)",
-                )
-            )
 
 
 def _sizes(trace: poutine.Trace) -> dict[str, int]:
     """How many elements each plate holds."""
-    return {
-        f.name: f.size
-        for site in trace.nodes.values()
-        if is_factor_site(site)
-        for f in site["cond_indep_stack"]
-        if f.dim is not None
-    }
+    return {f.name: f.size for f in plate_frames(trace) if f.vectorized}
 
 
 def _parts_around(latent: Latent, parts: Mapping[str, Part]) -> tuple[Part, ...]:
@@ -356,9 +333,4 @@ def _towards_mean(latent: Latent, value: Tensor, shrink: float) -> Tensor:
 
 def _is_subsampled(trace: poutine.Trace) -> bool:
     """Whether any factor stands in a plate that holds part of its elements."""
-    return any(
-        f.full_size is not None and f.full_size != f.size
-        for s in trace.nodes.values()
-        if is_factor_site(s)
-        for f in s["cond_indep_stack"]
-    )
+    return any(f.full_size not in (None, f.size) for f in plate_frames(trace))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,6 +249,13 @@ def is_factor_site(site: Any) -> bool:
         and not site_is_subsample(site)
         and not site["infer"].get("_deterministic", False)
     )
+
+
+def plate_frames(trace: poutine.Trace) -> Iterator[Any]:
+    """The plates around every factor of a run; a plate comes once for each of its sites."""
+    for site in trace.nodes.values():
+        if is_factor_site(site):
+            yield from site["cond_indep_stack"]
 
 
 def describe_latents(trace: poutine.Trace) -> tuple[dict[str, Latent], int]:

@@ -10,9 +10,11 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Latent, is_factor_site
+from pyro_cvi.graph.windows import Part
 
-__all__ = ["check_batch", "check_data", "check_same_sites"]
+__all__ = ["check_batch", "check_data", "check_same_sites", "check_windows"]
 
 
 def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
@@ -36,6 +38,21 @@ def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> No
                     f"shape {old[name].shape} ({old[name].family.name}), as at the first call",
                     "build a new AutoCVI for data of another size (its local latents are fitted to "
                     "the rows seen first)",
+                )
+            )
+
+
+def check_windows(plan: Plan, around: Mapping[str, tuple[Part, ...]]) -> None:
+    """A site that was fitted on all elements of a plate is not seen in part now."""
+    for name, parts in around.items():
+        if parts and plan.block_of(name).placement is None:
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"it was fitted on all elements of plate '{parts[0].name}', which now holds "
+                    f"{parts[0].size} of {parts[0].full}",
+                    "minibatches from the first step on, or never",
+                    "build a new AutoCVI and fit it by minibatches (all elements at once may follow)",
                 )
             )
 
