@@ -93,34 +93,29 @@ def log_predictive(
                 "name it with plates=[...]",
             )
         )
-    seed = int(torch.randint(2**31, ()))
     shared = [n for n in guide.plan.latents if not rows.is_local(guide, n)]
+    seeds = torch.randint(2**31, (num_samples,)).tolist()  # the same draws for all chunks
     result = []
+    prepared: Prepared | None = None
     for (part_args, part_kwargs), chunk in rows.chunks(chunk_size):
-        with torch.random.fork_rng():  # the same draws for all chunks
-            torch.manual_seed(seed)
-            values = [
-                _row_values(model, guide, part_args, part_kwargs, chunk, shared)
-                for _ in range(num_samples)
-            ]
+        ((plate, (_, index)),) = chunk.items()
+        values = []
+        for seed in seeds:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                given = poutine.condition(model, data=guide.draw(shared))
+            if len(shared) == len(guide.plan.latents):
+                values.append(_without_locals(given, part_args, part_kwargs, plate, len(index)))
+            else:
+                limit = guide.max_dense_dim
+                prepared = prepare(given, part_args, part_kwargs, limit, prepared, chunk=chunk)
+                values.append(_local_evidence(prepared, plate))
         result.append(torch.stack(values).logsumexp(0) - math.log(num_samples))
     return torch.cat(result)
 
 
-def _row_values(
-    model: Model,
-    guide: AutoCVI,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    chunk: Mapping[str, tuple[int, Tensor]],
-    shared: Sequence[str],
-) -> Tensor:
-    """L(x; theta) of every row at one draw of the shared sites."""
-    ((plate, (_, index)),) = chunk.items()
-    given = poutine.condition(model, data=guide.draw(shared))
-    if len(shared) == len(guide.plan.latents):
-        return _without_locals(given, args, kwargs, plate, len(index))
-    prepared = prepare(given, args, kwargs, guide.max_dense_dim, chunk=chunk)
+def _local_evidence(prepared: Prepared, plate: str) -> Tensor:
+    """L(x; theta) of every row, its local latents integrated out."""
     plan = prepared.plan
     beliefs = {b.name: initial_belief(plan, b) for b in plan.blocks}
     evaluator = Evaluator(plan, beliefs)

@@ -51,7 +51,7 @@ class Prepared:
 
     `parts` are the plates that hold some of their elements, `window` the elements; `given` names the
     plates whose indices came with the model. `age` counts the analyses of a subsampled model; `sizes`
-    are those of all plates.
+    are those of all plates. `lost` are the factors that failed the self-check, with the reason.
     """
 
     plan: Plan
@@ -67,6 +67,7 @@ class Prepared:
     depends: Dependence | None = None
     age: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_local(self) -> bool:
@@ -133,12 +134,16 @@ def prepare(
     latents = dict(call.latents)
     age = 0 if previous is None or not parts else previous.age + 1
     if age & (age - 1) == 0:
-        symbolic, point = _verified(call)
+        unchecked = _run(call)
+        symbolic, point = _verified(call, unchecked)
+        lost: Mapping[str, str] = _made_opaque(unchecked, symbolic)
     else:  # a minibatch like those before it: they were checked
-        symbolic, point = _run(call), {n: x.value for n, x in latents.items()}
+        assert previous is not None
+        lost = previous.lost
+        symbolic, point = _lose(_run(call), lost), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
     plan = _planned(symbolic, trace, max_dense_dim, around, old)
-    found = (_parameters(trace), parts, window, trace.given, call.depends, age, _sizes(trace))
+    found = (_parameters(trace), parts, window, trace.given, call.depends, age, _sizes(trace), lost)
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return Prepared(plan, nesting, indices, {}, (), trace, *found)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
@@ -201,9 +206,8 @@ def _planned(
     return make_plan(pinned, max_dense_dim, previous, **options)
 
 
-def _verified(call: Call) -> tuple[Symbolic, Values]:
+def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
     """The symbolic run after the self-check, and the random point of the check."""
-    symbolic = _run(call)
     fresh = call.plain({}, one_state=True)
     check_batch(fresh, factor_values(fresh))
     point = {n: fresh.nodes[n]["value"] for n in call.latents}
@@ -315,8 +319,18 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:120]
 
 
-def _made_opaque(before: Symbolic, after: Symbolic) -> bool:
-    return any(a is not b for a, b in zip(before.factors, after.factors, strict=True))
+def _made_opaque(before: Symbolic, after: Symbolic) -> dict[str, str]:
+    """The factors that a check made opaque, and why."""
+    pairs = zip(before.factors, after.factors, strict=True)
+    return {b.name: next(iter(b.forced.values()), "") for a, b in pairs if a is not b}
+
+
+def _lose(symbolic: Symbolic, lost: Mapping[str, str]) -> Symbolic:
+    """The run with those factors opaque that failed the self-check before."""
+    factors = [
+        all_opaque(f, symbolic, lost[f.name]) if f.name in lost else f for f in symbolic.factors
+    ]
+    return replace(symbolic, factors=factors)
 
 
 def _towards_mean(latent: Latent, value: Tensor, shrink: float) -> Tensor:

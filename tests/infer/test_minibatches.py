@@ -457,6 +457,20 @@ def test_minibatches_after_a_fit_of_all_elements_are_refused():
         cvi.step(x, torch.arange(6))
 
 
+def test_what_failed_the_self_check_stays_sampled_in_the_batches_after():
+    def model(y):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        shift = torch.tensor(a.item())  # torch does not see this
+        with pyro.plate("data", len(y), subsample_size=10) as rows:
+            pyro.sample("y", dist.Normal(b + shift, 1.0), obs=y[rows])
+
+    cvi = CVI(model, AutoCVI(model))
+    for _ in range(6):  # checked in steps 0, 1, 2 and 4
+        cvi.step(torch.ones(40))
+        assert cvi.guide.plan.sampled_sites() == {"a", "b"}
+
+
 def test_options_are_checked():
     guide = AutoCVI(mixture)
     with pytest.raises(CVIError, match="minibatch is 'saga'"):

@@ -71,6 +71,16 @@ def test_predictive_density_of_a_mixture_is_the_sum_over_states(fitted, chunk):
     assert bool(((found - expected).abs() < 5 * error + 1e-3).all())
 
 
+def test_chunks_see_the_same_draws(fitted):
+    _, cvi = fitted
+    rows, found = torch.linspace(-6, 6, 11), []
+    for chunk in (None, 4, 1):
+        pyro.set_rng_seed(3)
+        found.append(cvi.log_predictive(rows, num_samples=5, chunk_size=chunk))
+    torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(found[2], found[0], atol=1e-10, rtol=1e-10)
+
+
 def test_predictive_density_without_local_latents_is_closed_form():
     def model(y):
         m = pyro.sample("m", dist.Normal(0.0, 2.0))
