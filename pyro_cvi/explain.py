@@ -55,7 +55,7 @@ class Report:
         }
         head = ", ".join(f"{n} {h}" for h, n in counts.items() if n)
         rows = [("factor", "site", "how", "why")]
-        rows += _merged(self.edges) if len(self.edges) > _MANY else [_row(e) for e in self.edges]
+        rows += self._rows()
         lines = [f"messages: {head}", "", *_table(rows), "", "blocks:"]
         table = [("sites", "family", "structure", "scalars", "why")]
         table += [
@@ -74,11 +74,10 @@ class Report:
 
     def _repr_html_(self) -> str:
         colour = {"exact": "#1a7f37", "quadrature": "#9a6700", "sampled": "#cf222e"}
-        rows = _merged(self.edges) if len(self.edges) > _MANY else [_row(e) for e in self.edges]
         cells = "".join(
             f"<tr><td>{html.escape(factor)}</td><td>{html.escape(site)}</td>"
             f"<td style='color:{colour[how]}'>{how}</td><td>{html.escape(why)}</td></tr>"
-            for factor, site, how, why in rows
+            for factor, site, how, why in self._rows()
         )
         blocks = "".join(
             f"<tr><td>{html.escape(_short(b.sites))}</td><td>{b.family}</td>"
@@ -89,9 +88,10 @@ class Report:
         block_head = "<tr><th>block</th><th>family</th><th>structure</th><th>why</th></tr>"
         return f"<table>{edge_head}{cells}</table><table>{block_head}{blocks}</table>"
 
-
-def _row(e: Edge) -> tuple[str, str, str, str]:
-    return e.factor, e.site, e.how, e.reason
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        if len(self.edges) > _MANY:
+            return _merged(self.edges)
+        return [(e.factor, e.site, e.how, e.reason) for e in self.edges]
 
 
 def _merged(edges: Sequence[Edge]) -> list[tuple[str, str, str, str]]:

@@ -13,25 +13,16 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
-from pyro.infer.autoguide.initialization import (
-    InitMessenger,
-    init_to_feasible,
-    init_to_mean,
-    init_to_median,
-    init_to_uniform,
-    init_to_value,
-)
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA, WISHART
-from pyro_cvi.families.quantiles import quantile
-from pyro_cvi.graph.initial import initial_belief, initial_beliefs
+from pyro_cvi.graph.initial import initial_belief, located_points
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.sampling import draw, scatter
 from pyro_cvi.graph.symbolic import Latent, plain_trace, subsample_values
 from pyro_cvi.graph.windows import Part, Window, whole_latent
+from pyro_cvi.laws import as_belief, finite_law, index_of, joint, marginal, median, quantile
 from pyro_cvi.linalg import broadcast_shapes
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
@@ -42,10 +33,6 @@ _FRESH: dict[str, Any] = {"master": None, "plates": {}, "_beliefs": {}}
 """What a copy of a guide does not take over."""
 _SHARED = {"_model", "_prepared", "prototype_trace", "init_loc_fn", "create_plates"}
 """What a deep copy shares with the original: functions, and analyses that never change."""
-_SPREAD = 0.1
-"""Relative standard deviation of a site that starts at a point."""
-_GENERIC = (init_to_feasible, init_to_mean, init_to_median, init_to_uniform)
-"""Ways to start that mean nothing for a discrete site."""
 
 
 class AutoCVI(AutoGuide):
@@ -217,14 +204,12 @@ class AutoCVI(AutoGuide):
             self._check_part(new)
         latents = new.plan.latents
         if self.init_loc_fn is not None:
-            self._start = self._located(latents, model, args, kwargs)
-        buffers = self._starting_buffers(new)
+            self._start = located_points(latents, self.init_loc_fn, model, args, kwargs)
         if self._buffers:
-            self._check_loaded(buffers)
+            self._check_loaded(self._starting_buffers(new))
             self._fitted = True
         else:
-            for name, tensor in buffers.items():
-                self.register_buffer(name, tensor.detach().clone().contiguous())
+            self._begin(new)
         self.prototype_trace = new.trace
         self._prototype_frames = {
             frame.name: frame
@@ -233,24 +218,15 @@ class AutoCVI(AutoGuide):
             if frame.vectorized  # latents of a sequential plate are sites of their own
         }
 
+    def _begin(self, new: Prepared) -> None:
+        for name, tensor in self._starting_buffers(new).items():
+            self.register_buffer(name, tensor.detach().clone().contiguous())
+
     def _starting_buffers(self, new: Prepared) -> dict[str, Tensor]:
         """The tensors of all blocks at the start."""
-        latents, located = new.plan.latents, self._start
-        beliefs = initial_beliefs(new.plan, located)
         buffers: dict[str, Tensor] = {}
         for block in new.plan.blocks:
-            tensors = beliefs[block.name].tensors
-            site = block.sites[0]
-            if block.is_chain:
-                for step, name in enumerate(block.sites):
-                    if name in located:
-                        (logits,) = _around(latents[name], located[name]) or ()
-                        tensors[0][..., step, :] = logits
-            elif block.layout is None and site in located:
-                tensors = _around(latents[site], located[site]) or tensors
-            if _is_finite(latents[site]):
-                prior, value = latents[site].prior, latents[site].value
-                tensors = tuple(t.to(prior.log_prob(value).dtype) for t in tensors)
+            tensors = initial_belief(new.plan, block, self._start).tensors
             if block.placement is not None:
                 tensors = block.placement.spread(tensors)
                 buffers[_seen_name(block)] = _none_seen(block)
@@ -307,28 +283,6 @@ class AutoCVI(AutoGuide):
                 )
             )
 
-    def _located(
-        self,
-        latents: Mapping[str, Latent],
-        model: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> dict[str, Tensor]:
-        """Where `init_loc_fn` puts the sites, in one run in which each site sees those before it."""
-        found: dict[str, Tensor] = {}
-        init_loc_fn: Any = self.init_loc_fn
-
-        def start(site: Any) -> Any:
-            name = site["name"]
-            if name not in latents or not _is_meant(init_loc_fn, latents[name]):
-                return site["fn"].sample()
-            found[name] = _checked_point(latents[name], init_loc_fn(site))
-            return found[name]
-
-        with poutine.block(), InitMessenger(start):
-            poutine.trace(model).get_trace(*args, **kwargs)
-        return found
-
     @property
     def prepared(self) -> Prepared | None:
         """The last analysis of the model, if it has seen data."""
@@ -337,8 +291,7 @@ class AutoCVI(AutoGuide):
     def adopt(self, prepared: Prepared, frames: Mapping[str, Any]) -> None:
         """Take an analysis made elsewhere; `frames` are the plates with all their elements."""
         if self._prepared is None:
-            for name, tensor in self._starting_buffers(prepared).items():
-                self.register_buffer(name, tensor.detach().clone().contiguous())
+            self._begin(prepared)
             self.prototype_trace = prepared.trace
             used = {name for x in prepared.plan.latents.values() for name, *_ in x.plates}
             self._prototype_frames = {n: f for n, f in frames.items() if n in used}
@@ -347,7 +300,7 @@ class AutoCVI(AutoGuide):
     def draw(self, sites: Sequence[str]) -> dict[str, Tensor]:
         """One draw from the posterior of some sites, jointly within each block."""
         result: dict[str, Tensor] = {}
-        for block in dict.fromkeys(self._block(s) for s in sites):
+        for block in dict.fromkeys(self.block_of(s) for s in sites):
             belief = self.belief(block)
             if isinstance(belief, GaussianBelief):
                 result |= scatter(block, draw(block, belief))
@@ -358,10 +311,6 @@ class AutoCVI(AutoGuide):
             else:
                 result[block.sites[0]] = self.posterior(block.sites[0]).sample()
         return {s: result[s].to(self._whole.latents[s].value.dtype) for s in sites}
-
-    def block_of(self, site: str) -> Block:
-        """The posterior block that a site is in."""
-        return self._block(site)
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the posterior, for `restore`."""
@@ -407,7 +356,7 @@ class AutoCVI(AutoGuide):
         known = self._beliefs.get(block.name)
         if known is not None and _is_unchanged(known[1], tensors):
             return known[0]
-        belief = _belief(block, tuple(t.detach().clone() for t in tensors))
+        belief = as_belief(block, tuple(t.detach().clone() for t in tensors))
         self._beliefs[block.name] = (belief, [(t, t._version) for t in tensors])
         return belief
 
@@ -445,7 +394,7 @@ class AutoCVI(AutoGuide):
             new = initial_belief(self.plan, block).tensors
             new = tuple(n.to(k.dtype) for n, k in zip(new, kept, strict=True))
             kept = place.fresh(new, kept, here)
-        return _belief(block, kept)
+        return as_belief(block, kept)
 
     # --- the posterior -----------------------------------------------------------------------------
 
@@ -456,36 +405,12 @@ class AutoCVI(AutoGuide):
         Gaussian site that is a vector comes with its full covariance; one of higher rank, or one in a
         plate, gives its marginals.
         """
-        block = self._block(site)
-        return self._posterior(self._whole.latents[site], block, self.belief(block))
+        return marginal(*self._seen(site))
 
-    def _posterior(self, latent: Latent, block: Block, belief: Belief) -> Any:
-        if isinstance(belief, GaussianBelief):
-            return self._gaussian_posterior(latent, block, belief)
-        assert isinstance(belief, FamilyBelief)
-        if block.is_chain:
-            return _finite(latent, belief.mean[0][..., block.step(latent.name), :].log())
-        if latent.enum_dim is not None:
-            return _finite(latent, belief.natural[0])
-        d: Any = belief.family.to_distribution(belief.natural)
-        extra = latent.event_dim - d.event_dim
-        return d.to_event(extra) if extra > 0 else d
-
-    @staticmethod
-    def _gaussian_posterior(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
-        layout = block.layout
-        assert layout is not None
-        element, position = layout.element[latent.name], layout.position[latent.name]
-        loc = belief.loc[element, position].reshape(latent.shape)
-        event = latent.shape[-1] if latent.event_dim == 1 else 1
-        if event > 1 and layout.width > 1:
-            rows, places = element.reshape(-1, event), position.reshape(-1, event)
-            if bool((rows == rows[:, :1]).all()):
-                half = belief.scale_tril[rows, places].reshape(*latent.shape, layout.width)
-                return dist.MultivariateNormal(loc, scale_tril=_triangular(half))
-        scale = belief.scale_tril[element, position].square().sum(-1).sqrt()
-        d = dist.Normal(loc, scale.reshape(latent.shape))
-        return d.to_event(latent.event_dim) if latent.event_dim else d
+    def _seen(self, site: str) -> tuple[Latent, Block, Belief]:
+        """A site, its block, and what is believed about it."""
+        block = self.block_of(site)
+        return self._whole.latents[site], block, self.belief(block)
 
     def joint(self, sites: Sequence[str]) -> Any:
         """The joint Gaussian of sites of one block, flattened and concatenated in this order.
@@ -493,10 +418,10 @@ class AutoCVI(AutoGuide):
         In a plated block, elements are independent of each other.
         """
         names = [sites] if isinstance(sites, str) else list(sites)
-        blocks = list(dict.fromkeys(self._block(s).name for s in names))
-        block = self._block(names[0]) if names else None
+        blocks = list(dict.fromkeys(self.block_of(s).name for s in names))
+        block = self.block_of(names[0]) if names else None
         if block is None or block.layout is None or len(blocks) != 1:
-            kinds = {s: self._block(s).structure for s in names}
+            kinds = {s: self.block_of(s).structure for s in names}
             raise CVIError(
                 message(
                     f"joint({names!r})",
@@ -509,11 +434,10 @@ class AutoCVI(AutoGuide):
             raise CVIError(f"joint({names!r}): a site is named twice; name each once")
         belief = self.belief(block)
         assert isinstance(belief, GaussianBelief)
-        index = torch.cat([block.layout.flat(s) for s in names])
-        tril = _triangular(torch.block_diag(*belief.scale_tril)[index])
-        return dist.MultivariateNormal(belief.loc.reshape(-1)[index], scale_tril=tril)
+        return joint(block, belief, names)
 
-    def _block(self, site: str) -> Block:
+    def block_of(self, site: str) -> Block:
+        """The posterior block that a site is in."""
         plan = self._need(f"the posterior of '{site}'").plan.whole
         if site not in plan.latents:
             raise CVIError(
@@ -533,9 +457,7 @@ class AutoCVI(AutoGuide):
         Of a discrete site the most probable value, of a Wishart matrix the mean.
         """
         plan = self._need("median").plan.whole
-        return {
-            n: self._mode(n) if _is_finite(t) else self._middle(n) for n, t in plan.latents.items()
-        }
+        return {n: median(*self._seen(n)) for n in plan.latents}
 
     @torch.no_grad()
     def quantiles(
@@ -549,53 +471,7 @@ class AutoCVI(AutoGuide):
         wanted = [float(q) for q in quantiles]
         if not all(0 <= q <= 1 for q in wanted):
             raise CVIError(f"quantiles({wanted}): expected probabilities between 0 and 1")
-        return {n: torch.stack([self._quantile(n, q) for q in wanted]) for n in plan.latents}
-
-    def _middle(self, site: str) -> Tensor:
-        belief = self.belief(self._block(site))
-        if isinstance(belief, FamilyBelief) and belief.family is WISHART:
-            return belief.mean[0]
-        return self._quantile(site, 0.5)
-
-    def _mode(self, site: str) -> Tensor:
-        support = self._whole.latents[site].support
-        assert support is not None
-        return support[self._probabilities(site).argmax(-1)]
-
-    def _probabilities(self, site: str) -> Tensor:
-        """The marginal of a discrete site, (*batch, K)."""
-        block = self._block(site)
-        belief = self.belief(block)
-        assert isinstance(belief, FamilyBelief)
-        return belief.mean[0][..., block.step(site), :] if block.is_chain else belief.mean[0]
-
-    def _quantile(self, site: str, q: float) -> Tensor:
-        latent, block = self._whole.latents[site], self._block(site)
-        belief = self.belief(block)
-        if isinstance(belief, GaussianBelief):
-            assert block.layout is not None
-            at = (block.layout.element[site], block.layout.position[site])
-            scale = belief.scale_tril[at].square().sum(-1).sqrt()
-            value = belief.loc[at] + scale * torch.special.ndtri(scale.new_tensor(q))
-            return value.reshape(latent.shape)
-        assert isinstance(belief, FamilyBelief)
-        if latent.enum_dim is not None:
-            assert latent.support is not None
-            cumulative = self._probabilities(site).cumsum(-1)
-            slack = len(latent.support) * torch.finfo(cumulative.dtype).eps
-            index = (cumulative < q - slack).sum(-1)
-            return latent.support[index.clamp(max=len(latent.support) - 1)]
-        if belief.family is WISHART:
-            raise CVIError(
-                message(
-                    f"quantiles of site '{site}'",
-                    "a Wishart matrix, whose elements have no quantiles in closed form",
-                    "scalars, vectors or discrete sites",
-                    f"take those of draws, posterior('{site}').sample([1000]).quantile(q, dim=0), or "
-                    "of what you compute from them",
-                )
-            )
-        return quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
+        return {n: torch.stack([quantile(*self._seen(n), q) for q in wanted]) for n in plan.latents}
 
     # --- sampling ----------------------------------------------------------------------------------
 
@@ -611,7 +487,7 @@ class AutoCVI(AutoGuide):
             if block.placement is not None:
                 window = {p.name: _indices(plates[p.name], p) for p in block.placement.parts}
                 sizes = {n: len(index) for n, index in window.items()}
-                belief = _belief(block, block.placement.take(belief.tensors, window))
+                belief = as_belief(block, block.placement.take(belief.tensors, window))
                 block = block.sized(sizes)
                 latents = {s: _resized(x, sizes) for s, x in latents.items()}
             drawn = _Drawn(block, latents, belief, plates)
@@ -621,7 +497,7 @@ class AutoCVI(AutoGuide):
                 result.update(self._sample_chain(drawn))
             else:
                 (site,) = block.sites
-                law = self._posterior(latents[site], block, belief)
+                law = marginal(latents[site], block, belief)
                 result[site] = drawn.in_plates(site, law)
         return {n: result[n] for n in self._whole.latents}
 
@@ -662,16 +538,16 @@ class AutoCVI(AutoGuide):
         assert isinstance(belief, FamilyBelief)
         first, *others = block.sites
         moves = belief.family.transitions(belief.natural).log()  # type: ignore[attr-defined]
-        start = self._posterior(drawn.latents[first], block, belief)
+        start = marginal(drawn.latents[first], block, belief)
         result = {first: drawn.in_plates(first, start)}
         for t, site in enumerate(others):
             before = drawn.latents[block.sites[t]]
-            origin = _index_of(before, result[before.name])
+            origin = index_of(before, result[before.name])
             table = moves[..., t, :, :]
             shape = broadcast_shapes(origin.shape, table.shape[:-2])
             where = origin.expand(shape)[..., None, None].expand(*shape, 1, table.shape[-1])
             logits = table.expand(*shape, *table.shape[-2:]).gather(-2, where).squeeze(-2)
-            result[site] = drawn.in_plates(site, _finite(drawn.latents[site], logits))
+            result[site] = drawn.in_plates(site, finite_law(drawn.latents[site], logits))
         return result
 
     def _sample_gaussian(self, drawn: _Drawn) -> dict[str, Tensor]:
@@ -744,12 +620,6 @@ def _resized(latent: Latent, sizes: Mapping[str, int]) -> Latent:
     return whole_latent(latent, parts)
 
 
-def _belief(block: Block, tensors: tuple[Tensor, ...]) -> Belief:
-    if block.layout is not None:
-        return GaussianBelief(*tensors)
-    return FamilyBelief(block.family, tensors)
-
-
 def _seen_name(block: Block) -> str:
     """The buffer that tells which elements of the plates around a local block have been seen."""
     assert block.placement is not None
@@ -765,58 +635,6 @@ def _none_seen(block: Block) -> Tensor:
 def _grid(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     n = len(indices)
     return tuple(x.reshape(-1, *[1] * (n - 1 - i)).cpu() for i, x in enumerate(indices))
-
-
-class FiniteSupport(dist.Categorical):
-    """A categorical law on 0, 1, ..., K-1 with values of a floating dtype, as a Binomial has them."""
-
-    dtype: torch.dtype
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> FiniteSupport:
-        new: FiniteSupport = super().expand(batch_shape, _instance)
-        new.dtype = self.dtype
-        return new
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        value: Tensor = super().sample(torch.Size(sample_shape))
-        return value.to(self.dtype)
-
-
-def _is_finite(latent: Latent) -> bool:
-    return latent.enum_dim is not None
-
-
-def _index_of(latent: Latent, value: Tensor) -> Tensor:
-    """Which of the K values of a discrete site each element of `value` is."""
-    assert latent.support is not None
-    flat = latent.support.reshape(len(latent.support), -1)
-    own = value.reshape(*value.shape[: value.ndim - latent.event_dim], 1, -1)
-    return (own == flat).all(-1).to(torch.long).argmax(-1)
-
-
-def _finite(latent: Latent, logits: Tensor) -> Any:
-    """The law of a discrete site, of the class that has the site's kind of values."""
-    support = latent.support
-    assert support is not None
-    if support.ndim > 1:
-        return dist.OneHotCategorical(logits=logits)
-    if not support.is_floating_point():
-        return dist.Categorical(logits=logits)
-    if len(support) == 2:
-        return dist.Bernoulli(logits=logits[..., 1] - logits[..., 0])
-    law = FiniteSupport(logits=logits)
-    law.dtype = support.dtype
-    return law
-
-
-def _triangular(half: Tensor) -> Tensor:
-    """The lower triangular T with T T^T = H H^T, for (..., n, k), n <= k; no product is formed."""
-    n = half.shape[-2]
-    if not bool(half.triu(1).any()):
-        return half[..., :n]
-    r = torch.linalg.qr(half.mT, mode="r").R
-    sign = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(r)
-    return (r * sign.unsqueeze(-1)).mT.tril()
 
 
 def _buffer_names(block: Block) -> list[str]:
@@ -843,55 +661,3 @@ def _without_model(prepared: Prepared) -> Prepared:
     return replace(
         prepared, plan=plan, subsample={}, point={}, fingerprint=(), trace=poutine.Trace()
     )
-
-
-def _is_meant(init_loc_fn: Any, latent: Latent) -> bool:
-    """Whether a starting function says something about this site."""
-    if not _is_finite(latent):
-        return True
-    core = getattr(init_loc_fn, "func", init_loc_fn)
-    if core is init_to_value:
-        return latent.name in (getattr(init_loc_fn, "keywords", None) or {}).get("values", {})
-    return core not in _GENERIC
-
-
-def _checked_point(latent: Latent, value: Any) -> Tensor:
-    point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
-    shape = tuple(point.shape)
-    try:
-        point = point.expand(latent.shape)
-        inside = bool(latent.prior.support.check(point).all())
-    except RuntimeError:
-        inside = False
-    if not inside:
-        raise CVIError(
-            message(
-                f"latent site '{latent.name}'",
-                f"init_loc_fn gave a value of shape {shape} that does not fit, or lies outside of the "
-                "support",
-                f"a value of shape {latent.shape} in the support {latent.prior.support}",
-                "check the values that init_loc_fn returns for this site",
-            )
-        )
-    return point
-
-
-def _around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
-    """A narrow member of the site's family around a point; None for a family that has no rule here.
-
-    Gamma, inverse Gamma: mean `point`. Beta, Dirichlet: mean `point`. Discrete: 9/10 on `point`.
-    """
-    n = _SPREAD**-2
-    if latent.support is not None:
-        values = latent.support.reshape(len(latent.support), -1)
-        same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
-        return ((0.9 * same + 0.1 / len(values)).log(),)
-    laws = {
-        GAMMA: lambda: dist.Gamma(n, n / point),
-        INVERSE_GAMMA: lambda: dist.InverseGamma(n + 1, n * point),
-        BETA: lambda: dist.Beta(n * point, n * (1 - point)),
-        DIRICHLET: lambda: dist.Dirichlet(n * point),
-        WISHART: lambda: dist.Wishart(n + point.shape[-1], point / (n + point.shape[-1])),
-    }
-    law = laws.get(latent.family)
-    return None if law is None else latent.family.from_distribution(law())

@@ -47,24 +47,21 @@ def multivariate_normal(d: Any, x: Tensor) -> Tensor:
         quadratic = torch.einsum("...i,...ij,...j->...", residual, precision, residual)
         constant = plain(precision).shape[-1] * _HALF_LOG_2PI
         return 0.5 * torch.logdet(precision) - 0.5 * quadratic - constant
-    factor = d._unbroadcasted_scale_tril
+    factor, c = d._unbroadcasted_scale_tril, None
     n = plain(factor).shape[-1]
     parts = scaled_matrix(expression_of(factor)) if isinstance(factor, LatentTensor) else None
     if parts is not None:  # c L with a constant L: squares of residuals, times c^-2
         size = plain(factor)[..., :1, :1] / parts[1][..., :1, :1]
-        c: Tensor = LatentTensor.make(size, parts[0]).squeeze(-1).squeeze(-1)
-        residual = x - d.loc
-        eye = torch.eye(n, dtype=parts[1].dtype, device=parts[1].device)
-        whiten = torch.linalg.solve_triangular(parts[1], eye, upper=False)
-        squares = (whiten @ residual.unsqueeze(-1)).squeeze(-1).square().sum(-1)
-        log_det = torch.diagonal(parts[1], dim1=-2, dim2=-1).log().sum(-1)
-        precision = c**-2
-        return 0.5 * (n * precision.log() - precision * squares) - log_det - n * _HALF_LOG_2PI
+        c = LatentTensor.make(size, parts[0]).squeeze(-1).squeeze(-1)
+        factor = parts[1]
     eye = torch.eye(n, dtype=plain(factor).dtype, device=plain(factor).device)
     whiten = torch.linalg.solve_triangular(factor, eye, upper=False)
-    residual = (whiten @ (x - d.loc).unsqueeze(-1)).squeeze(-1)
-    log_det = torch.diagonal(factor, dim1=-2, dim2=-1).log().sum(-1)
-    return -0.5 * residual.square().sum(-1) - log_det - n * _HALF_LOG_2PI
+    squares = (whiten @ (x - d.loc).unsqueeze(-1)).squeeze(-1).square().sum(-1)
+    constant = torch.diagonal(factor, dim1=-2, dim2=-1).log().sum(-1) + n * _HALF_LOG_2PI
+    if c is None:
+        return -0.5 * squares - constant
+    precision = c**-2
+    return 0.5 * (n * precision.log() - precision * squares) - constant
 
 
 def _as_given(d: Any, matrix: Tensor) -> Tensor:

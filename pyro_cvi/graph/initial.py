@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pyro.distributions as dist
 import torch
+from pyro import poutine
+from pyro.infer.autoguide.initialization import (
+    InitMessenger,
+    init_to_feasible,
+    init_to_mean,
+    init_to_median,
+    init_to_uniform,
+    init_to_value,
+)
 from torch import Tensor
 
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA, WISHART
 from pyro_cvi.graph.plan import Block, Plan
-from pyro_cvi.graph.symbolic import parameter_dtype
+from pyro_cvi.graph.symbolic import Latent
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["initial_belief", "initial_beliefs"]
+__all__ = ["initial_belief", "initial_beliefs", "located_points"]
 
 _SPREAD = 0.1
-"""Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`)."""
+"""Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`), and relative
+one of a site of another family that starts at a point."""
+_GENERIC = (init_to_feasible, init_to_mean, init_to_median, init_to_uniform)
+"""Ways to start that mean nothing for a discrete site."""
 
 
-def initial_beliefs(plan: Plan, located: dict[str, Tensor] | None = None) -> dict[str, Belief]:
+def initial_beliefs(plan: Plan, located: Mapping[str, Tensor] | None = None) -> dict[str, Belief]:
     """One belief per block; `located` gives the starting point of some sites."""
     return {b.name: initial_belief(plan, b, located) for b in plan.blocks}
 
 
-def initial_belief(plan: Plan, block: Block, located: dict[str, Tensor] | None = None) -> Belief:
+def initial_belief(plan: Plan, block: Block, located: Mapping[str, Tensor] | None = None) -> Belief:
     """The starting belief of one block."""
-    located = located or {}
+    belief = _usual(plan, block, located or {})
+    if block.layout is not None or not located:
+        return belief
+    tensors = belief.tensors
+    for name in block.sites:
+        if name in located:
+            found = _around(plan.latents[name], located[name])
+            if block.is_chain:
+                assert found is not None
+                tensors[0][..., block.step(name), :] = found[0]
+            else:
+                tensors = found or tensors
+    return FamilyBelief(block.family, tensors)
+
+
+def _usual(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief:
     if block.layout is not None:
         return _gaussian(plan, block, located)
     latent = plan.latents[block.sites[0]]
     if latent.enum_dim is not None:
         assert latent.support is not None
-        dtype = parameter_dtype(latent.prior) or torch.get_default_dtype()
+        dtype = latent.prior.log_prob(latent.value).dtype
         shape = (*latent.batch_shape, latent.support.shape[0])
         if block.is_chain:
             return _chain(block, shape, dtype, latent.support.device)
@@ -53,7 +84,7 @@ def _chain(
     return FamilyBelief(block.family, (states, pairs))
 
 
-def _gaussian(plan: Plan, block: Block, located: dict[str, Tensor]) -> GaussianBelief:
+def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> GaussianBelief:
     layout = block.layout
     assert layout is not None
     like = plan.latents[block.sites[0]].value
@@ -84,3 +115,80 @@ def _moment(prior: Any, name: str, default: Tensor) -> Tensor:
     if isinstance(value, Tensor) and bool(value.isfinite().all()):
         return value
     return default
+
+
+# --- starting points -------------------------------------------------------------------------------
+
+
+def located_points(
+    latents: Mapping[str, Latent],
+    init_loc_fn: Callable[..., Any],
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, Tensor]:
+    """Where `init_loc_fn` puts the sites, in one run in which each site sees those before it."""
+    found: dict[str, Tensor] = {}
+
+    def start(site: Any) -> Any:
+        name = site["name"]
+        if name not in latents or not _is_meant(init_loc_fn, latents[name]):
+            return site["fn"].sample()
+        found[name] = _checked_point(latents[name], init_loc_fn(site))
+        return found[name]
+
+    with poutine.block(), InitMessenger(start):
+        poutine.trace(model).get_trace(*args, **kwargs)
+    return found
+
+
+def _is_meant(init_loc_fn: Any, latent: Latent) -> bool:
+    """Whether a starting function says something about this site."""
+    if latent.enum_dim is None:
+        return True
+    core = getattr(init_loc_fn, "func", init_loc_fn)
+    if core is init_to_value:
+        return latent.name in (getattr(init_loc_fn, "keywords", None) or {}).get("values", {})
+    return core not in _GENERIC
+
+
+def _checked_point(latent: Latent, value: Any) -> Tensor:
+    point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
+    shape = tuple(point.shape)
+    try:
+        point = point.expand(latent.shape)
+        inside = bool(latent.prior.support.check(point).all())
+    except RuntimeError:
+        inside = False
+    if not inside:
+        raise CVIError(
+            message(
+                f"latent site '{latent.name}'",
+                f"init_loc_fn gave a value of shape {shape} that does not fit, or lies outside of the "
+                "support",
+                f"a value of shape {latent.shape} in the support {latent.prior.support}",
+                "check the values that init_loc_fn returns for this site",
+            )
+        )
+    return point
+
+
+def _around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
+    """A narrow member of the site's family around a point; None for a family that has no rule here.
+
+    Gamma, inverse Gamma: mean `point`. Beta, Dirichlet: mean `point`. Discrete: 9/10 on `point`.
+    """
+    n = _SPREAD**-2
+    if latent.support is not None:
+        values = latent.support.reshape(len(latent.support), -1)
+        same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
+        return ((0.9 * same + 0.1 / len(values)).log(),)
+    laws = {
+        GAMMA: lambda: dist.Gamma(n, n / point),
+        INVERSE_GAMMA: lambda: dist.InverseGamma(n + 1, n * point),
+        BETA: lambda: dist.Beta(n * point, n * (1 - point)),
+        DIRICHLET: lambda: dist.Dirichlet(n * point),
+        WISHART: lambda: dist.Wishart(n + point.shape[-1], point / (n + point.shape[-1])),
+    }
+    law = laws.get(latent.family)
+    return None if law is None else latent.family.from_distribution(law())

@@ -1,0 +1,165 @@
+"""The laws of single sites under a block's belief, as Pyro distributions, quantiles and medians."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import WISHART
+from pyro_cvi.families.quantiles import quantile as family_quantile
+from pyro_cvi.graph.plan import Block
+from pyro_cvi.graph.symbolic import Latent
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+
+__all__ = [
+    "FiniteSupport",
+    "as_belief",
+    "finite_law",
+    "index_of",
+    "joint",
+    "marginal",
+    "median",
+    "quantile",
+]
+
+
+def as_belief(block: Block, tensors: tuple[Tensor, ...]) -> Belief:
+    """The belief of a block from its tensors."""
+    if block.layout is not None:
+        return GaussianBelief(*tensors)
+    return FamilyBelief(block.family, tensors)
+
+
+def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
+    """q(z) of one site, in the model's space and with the site's batch and event shape."""
+    if isinstance(belief, GaussianBelief):
+        return _gaussian(latent, block, belief)
+    assert isinstance(belief, FamilyBelief)
+    if block.is_chain:
+        return finite_law(latent, belief.mean[0][..., block.step(latent.name), :].log())
+    if latent.enum_dim is not None:
+        return finite_law(latent, belief.natural[0])
+    d: Any = belief.family.to_distribution(belief.natural)
+    extra = latent.event_dim - d.event_dim
+    return d.to_event(extra) if extra > 0 else d
+
+
+def _gaussian(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
+    layout = block.layout
+    assert layout is not None
+    element, position = layout.element[latent.name], layout.position[latent.name]
+    loc = belief.loc[element, position].reshape(latent.shape)
+    event = latent.shape[-1] if latent.event_dim == 1 else 1
+    if event > 1 and layout.width > 1:
+        rows, places = element.reshape(-1, event), position.reshape(-1, event)
+        if bool((rows == rows[:, :1]).all()):
+            half = belief.scale_tril[rows, places].reshape(*latent.shape, layout.width)
+            return dist.MultivariateNormal(loc, scale_tril=_triangular(half))
+    scale = belief.scale_tril[element, position].square().sum(-1).sqrt()
+    d = dist.Normal(loc, scale.reshape(latent.shape))
+    return d.to_event(latent.event_dim) if latent.event_dim else d
+
+
+def joint(block: Block, belief: GaussianBelief, sites: Sequence[str]) -> Any:
+    """The Gaussian of several sites of one block, flattened and concatenated."""
+    assert block.layout is not None
+    index = torch.cat([block.layout.flat(s) for s in sites])
+    tril = _triangular(torch.block_diag(*belief.scale_tril)[index])
+    return dist.MultivariateNormal(belief.loc.reshape(-1)[index], scale_tril=tril)
+
+
+def median(latent: Latent, block: Block, belief: Belief) -> Tensor:
+    """The marginal median; of a discrete site the most probable value, of a Wishart matrix the mean."""
+    if latent.enum_dim is not None:
+        assert latent.support is not None
+        return latent.support[_probabilities(latent, block, belief).argmax(-1)]
+    if isinstance(belief, FamilyBelief) and belief.family is WISHART:
+        return belief.mean[0]
+    return quantile(latent, block, belief, 0.5)
+
+
+def quantile(latent: Latent, block: Block, belief: Belief, q: float) -> Tensor:
+    """The marginal q-quantile; of a discrete site, in the order of its support."""
+    if isinstance(belief, GaussianBelief):
+        assert block.layout is not None
+        at = (block.layout.element[latent.name], block.layout.position[latent.name])
+        scale = belief.scale_tril[at].square().sum(-1).sqrt()
+        value = belief.loc[at] + scale * torch.special.ndtri(scale.new_tensor(q))
+        return value.reshape(latent.shape)
+    if latent.enum_dim is not None:
+        assert latent.support is not None
+        cumulative = _probabilities(latent, block, belief).cumsum(-1)
+        slack = len(latent.support) * torch.finfo(cumulative.dtype).eps
+        index = (cumulative < q - slack).sum(-1)
+        return latent.support[index.clamp(max=len(latent.support) - 1)]
+    assert isinstance(belief, FamilyBelief)
+    if belief.family is WISHART:
+        raise CVIError(
+            message(
+                f"quantiles of site '{latent.name}'",
+                "a Wishart matrix, whose elements have no quantiles in closed form",
+                "scalars, vectors or discrete sites",
+                f"take those of draws, posterior('{latent.name}').sample([1000]).quantile(q, dim=0), "
+                "or of what you compute from them",
+            )
+        )
+    return family_quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
+
+
+def _probabilities(latent: Latent, block: Block, belief: Belief) -> Tensor:
+    """The marginal of a discrete site, (*batch, K)."""
+    assert isinstance(belief, FamilyBelief)
+    return belief.mean[0][..., block.step(latent.name), :] if block.is_chain else belief.mean[0]
+
+
+class FiniteSupport(dist.Categorical):
+    """A categorical law on 0, 1, ..., K-1 with values of a floating dtype, as a Binomial has them."""
+
+    dtype: torch.dtype
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> FiniteSupport:
+        new: FiniteSupport = super().expand(batch_shape, _instance)
+        new.dtype = self.dtype
+        return new
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        value: Tensor = super().sample(torch.Size(sample_shape))
+        return value.to(self.dtype)
+
+
+def finite_law(latent: Latent, logits: Tensor) -> Any:
+    """The law of a discrete site, of the class that has the site's kind of values."""
+    support = latent.support
+    assert support is not None
+    if support.ndim > 1:
+        return dist.OneHotCategorical(logits=logits)
+    if not support.is_floating_point():
+        return dist.Categorical(logits=logits)
+    if len(support) == 2:
+        return dist.Bernoulli(logits=logits[..., 1] - logits[..., 0])
+    law = FiniteSupport(logits=logits)
+    law.dtype = support.dtype
+    return law
+
+
+def index_of(latent: Latent, value: Tensor) -> Tensor:
+    """Which of the K values of a discrete site each element of `value` is."""
+    assert latent.support is not None
+    flat = latent.support.reshape(len(latent.support), -1)
+    own = value.reshape(*value.shape[: value.ndim - latent.event_dim], 1, -1)
+    return (own == flat).all(-1).to(torch.long).argmax(-1)
+
+
+def _triangular(half: Tensor) -> Tensor:
+    """The lower triangular T with T T^T = H H^T, for (..., n, k), n <= k; no product is formed."""
+    n = half.shape[-2]
+    if not bool(half.triu(1).any()):
+        return half[..., :n]
+    r = torch.linalg.qr(half.mT, mode="r").R
+    sign = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(r)
+    return (r * sign.unsqueeze(-1)).mT.tril()
