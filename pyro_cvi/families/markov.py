@@ -8,6 +8,7 @@ from one pass forward and one backward, O(T K^2). The coordinates are over-compl
 Reference: L. R. Rabiner (1989), A tutorial on hidden Markov models, section V.A (scaling).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,26 @@ __all__ = ["MARKOV_CHAIN", "MarkovChain"]
 
 
 class _Passes(NamedTuple):
-    """Lists over t: filtered states, messages from the right, log normalisers, scaled factors."""
+    """alpha_t ~ p(u_1 ... u_t, x_t) and gamma_t ~ p(u_t ... u_T | x_t), each (*batch, T, K), and A.
 
-    filtered: list[Tensor]
-    future: list[Tensor]
-    log_scale: Tensor
+    On the scale of probabilities each alpha_t and gamma_t adds up to one, `pair` is exp w up to a
+    constant, `from_right` is pair @ gamma_t+1 and `overlap` alpha_t @ from_right, for t < T.
+    """
+
+    alpha: Tensor
+    gamma: Tensor
+    log_partition: Tensor
+    pair: Tensor
+    from_right: Tensor
+    overlap: Tensor
+
+
+class _LogPasses(NamedTuple):
+    """The same on the log scale, each up to a constant."""
+
+    alpha: Tensor
+    gamma: Tensor
+    log_partition: Tensor
 
 
 class MarkovChain(AbstractFamily):
@@ -44,18 +60,19 @@ class MarkovChain(AbstractFamily):
 
     def log_partition(self, natural: Natural) -> Tensor:
         """A, by the forward pass."""
-        return _passes(natural, backward=False).log_scale
+        return (_passes(natural) or _log_passes(natural)).log_partition
 
     def to_mean(self, natural: Natural) -> Mean:
         """Marginals of states and of pairs of neighbours, by forward-backward."""
-        passes = _passes(natural, backward=True)
-        alpha, beta = torch.stack(passes.filtered, -2), torch.stack(passes.future, -2)
-        state = (alpha + beta).softmax(-1)
-        if natural[0].shape[-2] == 1:
-            return state, torch.zeros_like(natural[1])
-        right = natural[0][..., 1:, :] + beta[..., 1:, :]
-        pair = alpha[..., :-1, :, None] + natural[1] + right[..., None, :]
-        return state, pair.flatten(-2).softmax(-1).reshape(pair.shape)
+        passes = _passes(natural)
+        if passes is None:
+            return _means_of_logs(natural, _log_passes(natural))
+        overlap = passes.overlap.unsqueeze(-1)
+        last = passes.alpha[..., -1:, :]
+        here = passes.alpha[..., :-1, :] / overlap
+        state = torch.cat([here * passes.from_right, last], -2)
+        pair = (here.unsqueeze(-1) * passes.pair).mul_(passes.gamma[..., 1:, None, :])
+        return state, pair
 
     def to_natural(self, mean: Mean) -> Natural:
         """u_1 = log p(x_1), w_t = log p(x_t+1 | x_t), all other u zero; then A = 0."""
@@ -67,9 +84,9 @@ class MarkovChain(AbstractFamily):
 
     def transitions(self, natural: Natural) -> Tensor:
         """p(x_t+1 = b | x_t = a), shape (*batch, T - 1, K, K): for drawing states in order."""
-        beta = torch.stack(_passes(natural, backward=True).future, -2)
-        right = natural[0][..., 1:, :] + beta[..., 1:, :]
-        logits: Tensor = natural[1] + right[..., None, :]
+        passes = _passes(natural)
+        right = _log_passes(natural).gamma if passes is None else passes.gamma.log()
+        logits: Tensor = natural[1] + right[..., 1:, None, :]
         return logits.softmax(-1)
 
     def to_distribution(self, natural: Natural) -> Any:
@@ -124,47 +141,65 @@ class MarkovChain(AbstractFamily):
         return first + (state[..., :-1, :] * moves).sum((-1, -2))
 
 
-def _passes(natural: Natural, *, backward: bool) -> _Passes:
-    """log alpha_t and log beta_t (each up to a constant), and A."""
+def _passes(natural: Natural) -> _Passes | None:
+    """Both passes with scaling; None where numbers that count may have underflowed.
+
+    What underflows in alpha_t is less than K tiny of its sum of one, and counts for less than K tiny /
+    overlap_t of all paths.
+    """
     unary, pair = natural
+    *batch, steps, k = unary.shape
     top, wide = unary.amax(-1, keepdim=True), pair.amax((-1, -2), keepdim=True)
-    phi = (unary - top).exp().unbind(-2)
-    psi = (pair - wide).exp().unbind(-3)
-    constant = top.sum((-1, -2)) + wide.sum((-1, -2, -3))
-    alpha, scales = [phi[0] / phi[0].sum(-1, keepdim=True)], [phi[0].sum(-1)]
+    states, moves = (unary - top).exp(), (pair - wide).exp()
+    rows = math.prod(batch)
+    phi = states.reshape(rows, steps, 1, k).unbind(1)
+    psi = moves.expand(*batch, steps - 1, k, k).reshape(rows, steps - 1, k, k).unbind(1)
+    totals = [phi[0].sum(-1, keepdim=True)]
+    forward = [phi[0] / totals[0]]
     for p, f in zip(psi, phi[1:], strict=True):
-        new = (alpha[-1].unsqueeze(-2) @ p).squeeze(-2) * f
-        total = new.sum(-1, keepdim=True)
-        alpha.append(new / total)
-        scales.append(total.squeeze(-1))
-    scale = torch.stack(scales, -1)
-    tiny = torch.finfo(unary.dtype).tiny
-    if not bool((scale > tiny).all()):  # states that exclude each other to rounding
-        return _log_passes(natural, backward)
-    beta = [torch.ones_like(phi[-1])]
-    if backward:
-        for p, f in zip(reversed(psi), reversed(phi[1:]), strict=True):
-            new = (p @ (f * beta[-1]).unsqueeze(-1)).squeeze(-1)
-            beta.append(new / new.amax(-1, keepdim=True))
-        beta.reverse()
-    return _Passes(
-        [a.log() for a in alpha], [b.log() for b in beta], constant + scale.log().sum(-1)
-    )
+        new = torch.bmm(forward[-1], p).mul_(f)
+        totals.append(new.sum(-1, keepdim=True))
+        forward.append(new / totals[-1])
+    backward = [phi[-1] / phi[-1].sum(-1, keepdim=True)]
+    for p, f in zip(reversed(psi), reversed(phi[:-1]), strict=True):
+        new = torch.bmm(backward[-1], p.mT).mul_(f)
+        backward.append(new / new.sum(-1, keepdim=True))
+    backward.reverse()
+    scale = torch.cat(totals, -1).reshape(*batch, steps)
+    alpha = torch.cat(forward, -2).reshape(*batch, steps, k)
+    gamma = torch.cat(backward, -2).reshape(*batch, steps, k)
+    from_right = (moves @ gamma[..., 1:, :, None]).squeeze(-1)
+    overlap = (alpha[..., :-1, :] * from_right).sum(-1)
+    info = torch.finfo(unary.dtype)
+    least = k * info.tiny / info.eps
+    if not bool((scale > least).all()) or not bool((overlap > least).all()):
+        return None
+    log_partition = top.sum((-1, -2)) + wide.sum((-1, -2, -3)) + scale.log().sum(-1)
+    return _Passes(alpha, gamma, log_partition, moves, from_right, overlap)
 
 
-def _log_passes(natural: Natural, backward: bool) -> _Passes:
+def _log_passes(natural: Natural) -> _LogPasses:
     """The same on the log scale: slower, without underflow."""
-    unary, pair = (n.clamp(min=torch.finfo(n.dtype).min / 1e6) for n in natural)
+    unary, pair = _finite(natural)
     states, moves = unary.unbind(-2), pair.unbind(-3)
-    alpha = [states[0]]
+    alpha, gamma = [states[0]], [states[-1]]
     for w, u in zip(moves, states[1:], strict=True):
         alpha.append((alpha[-1].unsqueeze(-1) + w).logsumexp(-2) + u)
-    beta = [torch.zeros_like(states[-1])]
-    if backward:
-        for w, u in zip(reversed(moves), reversed(states[1:]), strict=True):
-            beta.append((w + (u + beta[-1]).unsqueeze(-2)).logsumexp(-1))
-        beta.reverse()
-    return _Passes(alpha, beta, alpha[-1].logsumexp(-1))
+    for w, u in zip(reversed(moves), reversed(states[:-1]), strict=True):
+        gamma.append((w + gamma[-1].unsqueeze(-2)).logsumexp(-1) + u)
+    gamma.reverse()
+    return _LogPasses(torch.stack(alpha, -2), torch.stack(gamma, -2), alpha[-1].logsumexp(-1))
+
+
+def _means_of_logs(natural: Natural, passes: _LogPasses) -> Mean:
+    unary, pair = _finite(natural)
+    state = (passes.alpha + passes.gamma - unary).softmax(-1)
+    both = passes.alpha[..., :-1, :, None] + pair + passes.gamma[..., 1:, None, :]
+    return state, both.flatten(-2).softmax(-1).reshape(both.shape)
+
+
+def _finite(natural: Natural) -> Natural:
+    return tuple(n.clamp(min=torch.finfo(n.dtype).min / 1e6) for n in natural)
 
 
 MARKOV_CHAIN = MarkovChain()
