@@ -9,6 +9,7 @@ Reference: L. R. Rabiner (1989), A tutorial on hidden Markov models, section V.A
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +145,8 @@ class MarkovChain(AbstractFamily):
 def _passes(natural: Natural) -> _Passes | None:
     """Both passes with scaling; None where numbers that count may have underflowed.
 
-    What underflows in alpha_t is less than K tiny of its sum of one, and counts for less than K tiny /
-    overlap_t of all paths.
+    What underflows before alpha_t is divided by its total is less than K tiny / total_t of it, and
+    counts for less than K tiny / (total_t overlap_t) of all paths; likewise from the right.
     """
     unary, pair = natural
     *batch, steps, k = unary.shape
@@ -154,28 +155,31 @@ def _passes(natural: Natural) -> _Passes | None:
     rows = math.prod(batch)
     phi = states.reshape(rows, steps, 1, k).unbind(1)
     psi = moves.expand(*batch, steps - 1, k, k).reshape(rows, steps - 1, k, k).unbind(1)
-    totals = [phi[0].sum(-1, keepdim=True)]
-    forward = [phi[0] / totals[0]]
-    for p, f in zip(psi, phi[1:], strict=True):
-        new = torch.bmm(forward[-1], p).mul_(f)
-        totals.append(new.sum(-1, keepdim=True))
-        forward.append(new / totals[-1])
-    backward = [phi[-1] / phi[-1].sum(-1, keepdim=True)]
-    for p, f in zip(reversed(psi), reversed(phi[:-1]), strict=True):
-        new = torch.bmm(backward[-1], p.mT).mul_(f)
-        backward.append(new / new.sum(-1, keepdim=True))
-    backward.reverse()
-    scale = torch.cat(totals, -1).reshape(*batch, steps)
-    alpha = torch.cat(forward, -2).reshape(*batch, steps, k)
-    gamma = torch.cat(backward, -2).reshape(*batch, steps, k)
+    forward, totals = _one_way(phi, psi)
+    backward, totals_back = _one_way(phi[::-1], [p.mT for p in reversed(psi)])
+    scale, scale_back = (
+        torch.cat(x, -1).reshape(*batch, steps) for x in (totals, totals_back[::-1])
+    )
+    alpha, gamma = (torch.cat(x, -2).reshape(*batch, steps, k) for x in (forward, backward[::-1]))
     from_right = (moves @ gamma[..., 1:, :, None]).squeeze(-1)
     overlap = (alpha[..., :-1, :] * from_right).sum(-1)
     info = torch.finfo(unary.dtype)
-    least = k * info.tiny / info.eps
-    if not bool((scale > least).all()) or not bool((overlap > least).all()):
+    smallest = overlap * torch.minimum(scale[..., :-1], scale_back[..., 1:])
+    if not bool((smallest > k * info.tiny / info.eps).all()):
         return None
     log_partition = top.sum((-1, -2)) + wide.sum((-1, -2, -3)) + scale.log().sum(-1)
     return _Passes(alpha, gamma, log_partition, moves, from_right, overlap)
+
+
+def _one_way(phi: Sequence[Tensor], psi: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """x_t = (x_t-1 @ psi_t-1) * phi_t, divided by its total; and the totals."""
+    totals = [phi[0].sum(-1, keepdim=True)]
+    result = [phi[0] / totals[0]]
+    for p, f in zip(psi, phi[1:], strict=True):
+        new = torch.bmm(result[-1], p).mul_(f)
+        totals.append(new.sum(-1, keepdim=True))
+        result.append(new / totals[-1])
+    return result, totals
 
 
 def _log_passes(natural: Natural) -> _LogPasses:

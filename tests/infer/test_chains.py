@@ -53,7 +53,9 @@ def test_partition_marginals_entropy_and_divergence_equal_sums_over_all_paths(t,
 
 
 def test_a_path_is_not_lost_where_float32_underflows_on_the_way():
-    unary = torch.tensor([[0.0, -80.0], [-110.0, 0.0], [0.0, -80.0]])  # state 0, but for one outlier
+    unary = torch.tensor(
+        [[0.0, -80.0], [-110.0, 0.0], [0.0, -80.0]]
+    )  # state 0, but for one outlier
     pair = torch.tensor([[0.0, -60.0], [-60.0, 0.0]]).expand(2, 2, 2)  # that does not pay a change
     found = MARKOV_CHAIN.to_mean((unary.float(), pair.float()))
     exact = MARKOV_CHAIN.to_mean((unary, pair))
