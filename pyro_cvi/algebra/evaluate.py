@@ -70,6 +70,9 @@ def point_reader(values: dict[str, Tensor]) -> Reader:
         value = values[stat.site.name]
         if stat.statistic.kind == "logdet":
             return apply_statistic(stat, value.reshape(-1, *value.shape[-2:]))[stat.index]
-        return apply_statistic(stat, value.reshape(-1)[stat.index])
+        flat = value.reshape(-1)
+        if stat.index.numel() > flat.numel():
+            return apply_statistic(stat, flat)[stat.index]
+        return apply_statistic(stat, flat[stat.index])
 
     return read

@@ -81,11 +81,33 @@ def _log_probs(d: Any) -> Tensor:
 def categorical(d: Any, x: Tensor) -> Tensor:
     """log p_x."""
     log_p = _log_probs(d)
+    states = _along_dim(x, plain(log_p).shape[-1])
+    if states is not None:
+        moved = _states_at(log_p, states)
+        if moved is not None:
+            return moved
     x = x.long()
     shape = broadcast_shapes(x.shape, plain(log_p).shape[:-1])
     index = x.expand(shape).unsqueeze(-1)
     wide = log_p.expand(*shape, plain(log_p).shape[-1])
     return torch.take_along_dim(wide, index, -1).squeeze(-1)
+
+
+def _along_dim(x: Tensor, k: int) -> int | None:
+    """The dim, counted from the right, along which x is 0, 1, ... k - 1; None if it is anything else."""
+    if isinstance(x, LatentTensor) or k < 2 or x.numel() != k or k not in x.shape:
+        return None
+    every = torch.arange(k, device=x.device, dtype=x.dtype)
+    return x.ndim - 1 - x.shape.index(k) if torch.equal(x.reshape(-1), every) else None
+
+
+def _states_at(log_p: Tensor, dim: int) -> Tensor | None:
+    """log_p at every state, these along the batch dim `dim` from the right: no gather is needed."""
+    *batch, k = plain(log_p).shape
+    if len(batch) <= dim:
+        return log_p.reshape(*[1] * (dim - len(batch)), *batch, k).movedim(-1, 0)
+    at = len(batch) - 1 - dim
+    return log_p.squeeze(at).movedim(-1, at) if batch[at] == 1 else None
 
 
 @density(torch.distributions.OneHotCategorical)

@@ -12,6 +12,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, ModelError, message
+from pyro_cvi.families import BETA, DIRICHLET
 from pyro_cvi.graph.check import (
     all_opaque,
     checked,
@@ -43,6 +44,8 @@ Model = Callable[..., Any]
 Values = dict[str, Tensor]
 _SHRINK = (0.1, 0.01)
 """How far from the prior's mean the second and third point of the self-check lie."""
+_INSIDE = 0.5
+"""The same of the first point for sites in a simplex: at its edge, densities have no digits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +214,9 @@ def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
     fresh = call.plain({}, one_state=True)
     check_batch(fresh, factor_values(fresh))
     point = {n: fresh.nodes[n]["value"] for n in call.latents}
+    edge = [n for n, x in call.latents.items() if x.family in (BETA, DIRICHLET)]
+    inner = {n: _towards_mean(call.latents[n], point[n], _INSIDE) for n in edge}
+    point |= inner
     discrete = enumerated_values(call.latents)
     if discrete:  # every branch counts, not only the one that this draw took
         if shares_dims(call.latents):
@@ -218,6 +224,7 @@ def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
             run = call.plain({n: near[n] for n in near if n not in discrete})
             check_branches(symbolic, run, factor_values(run))
         point |= discrete
+    if discrete or inner:
         fresh = call.plain(point)
     runs, values = [fresh], [factor_values(fresh)]
     result = checked(symbolic, runs, values)
