@@ -20,7 +20,7 @@ from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN, AbstractFamil
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
 from pyro_cvi.graph.discrete import chains
-from pyro_cvi.graph.stacking import alike, roles, stack
+from pyro_cvi.graph.stacking import alike, roles, stack, with_blocks_as_sites
 from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
 from pyro_cvi.graph.windows import (
     FamilyPlacement,
@@ -307,14 +307,26 @@ def make_structure(
             g = by_first[name]
             size = g.layout.size
             blocks.append(
-                Block(_label(g.sites), g.sites, GAUSSIAN, g.layout, g.reason, size, g.placement)
+                Block(
+                    _label(g.sites, symbolic.latents),
+                    g.sites,
+                    GAUSSIAN,
+                    g.layout,
+                    g.reason,
+                    size,
+                    g.placement,
+                )
             )
         elif name in chain:
             sites = chain[name]
             size = sum(symbolic.latents[s].value.numel() for s in sites)
             reason = "neighbours joined by a factor: forward-backward"
             place = _placement(MARKOV_CHAIN, parts.get(name))
-            blocks.append(Block(_label(sites), sites, MARKOV_CHAIN, None, reason, size, place))
+            blocks.append(
+                Block(
+                    _label(sites, symbolic.latents), sites, MARKOV_CHAIN, None, reason, size, place
+                )
+            )
         elif name not in covered:
             size = latent.value.numel()
             place = _placement(latent.family, parts.get(name))
@@ -337,8 +349,14 @@ def _structure(latents: Mapping[str, Latent], blocks: Sequence[Block]) -> Struct
     )
 
 
-def _label(sites: tuple[str, ...]) -> str:
-    return "+".join(sites[:3]) + ("+..." if len(sites) > 3 else "")
+def _label(sites: tuple[str, ...], latents: Mapping[str, Latent]) -> str:
+    """A block's name: that of its site, or of the first few, and never that of another site."""
+    if len(sites) == 1:
+        return sites[0]
+    name = "+".join(sites[:3]) + ("+..." if len(sites) > 3 else "")
+    while name in latents:
+        name += "+"
+    return name
 
 
 def compile_factors(
@@ -355,9 +373,10 @@ def compile_factors(
     result = []
     groups = [[f] for f in symbolic.factors]
     if stacked:
-        groups = alike(symbolic.factors, by_site, symbolic.latents)
+        structure = with_blocks_as_sites(structure)
+        groups = alike(symbolic.factors, by_site, symbolic.latents, structure)
     for group in groups:
-        one = stack(group)
+        one = stack(group, structure)
         expectation = compile_expectation(one.expression, structure, learn_constants=learns)
         if expectation.sampled and len(group) > 1:
             groups += [[f] for f in group]
@@ -375,17 +394,18 @@ def _compiled(
     structure: Structure,
     order: Mapping[str, int],
 ) -> CompiledFactor:
-    how = {s: expectation.how[s] for s in sorted(expectation.how, key=order.__getitem__)}
-    for f in group:
-        for site, reason in f.forced.items():
-            if site in structure.block:
-                how[site] = How("sampled", reason)
     edges = []
-    blocks = {structure.block[s] for s in how}
+    how: dict[str, How] = {}
+    blocks = {structure.block[s] for s in expectation.how}
     for f in group:
+        own = _how_by_site(f, expectation.how, structure)
+        own = {s: own[s] for s in sorted(own, key=order.__getitem__)}
+        own |= {s: How("sampled", why) for s, why in f.forced.items() if s in structure.block}
+        blocks |= {structure.block[s] for s in own}
         discrete = {s: _how_discrete(by_site[s]) for s in f.enumerated}
-        edges += [(f.name, s, h) for s, h in {**how, **discrete}.items()]
+        edges += [(f.name, s, h) for s, h in {**own, **discrete}.items()]
         blocks |= {structure.block[s] for s in discrete}
+        how |= own
     if len(group) == 1:
         how |= discrete
     return CompiledFactor(
@@ -399,6 +419,12 @@ def _compiled(
         one.observed,
         one.plates,
     )
+
+
+def _how_by_site(f: Factor, how: Mapping[str, How], structure: Structure) -> dict[str, How]:
+    """How each of the factor's own sites was treated, be it read by its own name or by its block's."""
+    own = {s: how.get(s) or how.get(structure.block[s]) for s in f.expression.sites}
+    return {s: h for s, h in own.items() if h is not None}
 
 
 def _how_discrete(block: Block) -> How:

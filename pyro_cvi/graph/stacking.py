@@ -1,7 +1,8 @@
 """Factors that differ in their data only become one, with a new leading axis over them.
 
 A Python loop of a thousand sample statements is then one expectation of a thousand rows, and not a
-thousand small ones.
+thousand small ones. Factors may also read different sites of one Gaussian block: these are then read as
+one site, the block, which has all scalars of its sites in the order of its layout.
 """
 
 from __future__ import annotations
@@ -14,17 +15,47 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.expression import (
+    IDENTITY,
     Const,
     Expression,
     Group,
     Link,
     Operand,
+    SiteRef,
     Stat,
     Term,
 )
+from pyro_cvi.estimators.moments import Structure
+from pyro_cvi.families import GAUSSIAN
+from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.symbolic import Factor, Latent
 
-__all__ = ["alike", "roles", "stack"]
+__all__ = ["alike", "roles", "stack", "with_blocks_as_sites"]
+
+
+def with_blocks_as_sites(structure: Structure) -> Structure:
+    """The structure with every Gaussian block of several sites as a site of its own, of its name."""
+    layouts = {
+        name: _as_site(name, layout)
+        for name, layout in structure.layout.items()
+        if len(layout.sites) > 1 and name not in structure.block
+    }
+    return replace(
+        structure,
+        family={**structure.family, **dict.fromkeys(layouts, GAUSSIAN)},
+        block={**structure.block, **{n: n for n in layouts}},
+        layout={**structure.layout, **layouts},
+    )
+
+
+def _as_site(name: str, layout: Layout) -> Layout:
+    device = layout.element[layout.sites[0]].device
+    flat = torch.arange(layout.size, device=device)
+    return replace(
+        layout,
+        element={**layout.element, name: flat // layout.width},
+        position={**layout.position, name: flat % layout.width},
+    )
 
 
 def roles(f: Factor, by_site: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -39,18 +70,23 @@ def roles(f: Factor, by_site: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def alike(
-    factors: Sequence[Factor], by_site: Mapping[str, Any], latents: Mapping[str, Latent]
+    factors: Sequence[Factor],
+    by_site: Mapping[str, Any],
+    latents: Mapping[str, Latent],
+    structure: Structure,
 ) -> list[list[Factor]]:
-    """Factors grouped by their form: all but constants, indices and steps along chains."""
+    """Factors grouped by their form: all but constants, indices, steps of chains, sites of a block."""
     groups: dict[Any, list[Factor]] = {}
     for i, f in enumerate(factors):
-        key = _key(f, by_site, latents)
+        key = _key(f, by_site, latents, structure)
         groups.setdefault(i if key is None else key, []).append(f)
     return list(groups.values())
 
 
-def _key(f: Factor, by_site: Mapping[str, Any], latents: Mapping[str, Latent]) -> Any:
-    form = None if f.forced else _form(f.expression)
+def _key(
+    f: Factor, by_site: Mapping[str, Any], latents: Mapping[str, Latent], structure: Structure
+) -> Any:
+    form = None if f.forced else _form(f.expression, structure)
     if form is None:
         return None
     discrete = []
@@ -63,12 +99,12 @@ def _key(f: Factor, by_site: Mapping[str, Any], latents: Mapping[str, Latent]) -
     return form, tuple(discrete), kind, f.observed, f.plates
 
 
-def _form(e: Expression) -> Any:
+def _form(e: Expression, structure: Structure) -> Any:
     """A hashable description of an expression without its numbers; None if it cannot be stacked."""
     terms = []
     for t in e.terms:
         labels: dict[int, int] = {}
-        operands = [_operand_form(o, labels) for o in t.operands]
+        operands = [_operand_form(o, labels, structure) for o in t.operands]
         if None in operands:
             return None
         terms.append(tuple(operands))
@@ -81,17 +117,21 @@ def _constant_form(c: Tensor | float) -> Any:
     return tuple(c.shape), c.dtype, c.device, c.requires_grad
 
 
-def _operand_form(o: Operand, labels: dict[int, int]) -> Any:
+def _operand_form(o: Operand, labels: dict[int, int], structure: Structure) -> Any:
     axes = tuple(a if a < 0 else labels.setdefault(a, len(labels) + 1) for a in o.axes)
     if isinstance(o, Const):
         return ("const", axes, _constant_form(o.tensor))
     if isinstance(o, Stat):
-        return ("stat", axes, o.site.name, o.statistic, o.shape)
+        name = o.site.name
+        block = structure.block.get(name)
+        if o.statistic == IDENTITY and block in structure.layout and block in structure.family:
+            name = block  # whichever of its sites
+        return ("stat", axes, name, o.statistic, o.shape)
     if isinstance(o, Group):
-        inner = _form(o.expression)
+        inner = _form(o.expression, structure)
         return None if inner is None else ("group", axes, inner)
     if isinstance(o, Link):
-        inside = tuple(_form(a) for a in o.arguments)
+        inside = tuple(_form(a, structure) for a in o.arguments)
         return None if None in inside else ("link", axes, o.shape, _function_form(o), inside)
     return None
 
@@ -104,14 +144,14 @@ def _function_form(o: Link) -> Any:
 # --- stacking --------------------------------------------------------------------------------------
 
 
-def stack(group: Sequence[Factor]) -> Factor:
+def stack(group: Sequence[Factor], structure: Structure) -> Factor:
     """One factor with the group's members along a new leading axis; a group of one is left as it is."""
     first = group[0]
     if len(group) == 1:
         return first
     weight = _stacked_weight([f.weight for f in group], first.expression.ndim)
     name = f"{first.name} ... {group[-1].name}"
-    expression = _stacked([f.expression for f in group])
+    expression = _stacked([f.expression for f in group], structure)
     return replace(first, name=name, expression=expression, weight=weight)
 
 
@@ -125,10 +165,11 @@ def _stacked_weight(weights: Sequence[Tensor | float], ndim: int) -> Tensor | fl
     return whole.reshape(len(tensors), *[1] * (ndim - tensors[0].ndim), *tensors[0].shape)
 
 
-def _stacked(parts: Sequence[Expression]) -> Expression:
+def _stacked(parts: Sequence[Expression], structure: Structure) -> Expression:
     first = parts[0]
     terms = tuple(
-        _stacked_term([e.terms[i] for e in parts], first.ndim) for i in range(len(first.terms))
+        _stacked_term([e.terms[i] for e in parts], first.ndim, structure)
+        for i in range(len(first.terms))
     )
     constant = _stacked_constant([e.constant for e in parts], first)
     return Expression((len(parts), *first.shape), constant, terms)
@@ -155,14 +196,14 @@ def _dtype(e: Expression) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def _stacked_term(parts: Sequence[Term], ndim: int) -> Term:
+def _stacked_term(parts: Sequence[Term], ndim: int, structure: Structure) -> Term:
     """The members' terms as one; `ndim` is that of one member's expression."""
     first = parts[0]
     new = -(ndim + 1)
     operands = []
     for k, o in enumerate(first.operands):
         members = [t.operands[k] for t in parts]
-        operands.append(_stacked_operand(members, o.axes, new))
+        operands.append(_stacked_operand(members, o.axes, new, structure))
     coefficients = [t.coefficient for t in parts]
     if all(c == coefficients[0] for c in coefficients):
         return Term(first.coefficient, tuple(operands))
@@ -171,32 +212,47 @@ def _stacked_term(parts: Sequence[Term], ndim: int) -> Term:
     return Term(1.0, (varying, *operands))
 
 
-def _stacked_operand(members: Sequence[Operand], axes: tuple[int, ...], new: int) -> Operand:
+def _stacked_operand(
+    members: Sequence[Operand], axes: tuple[int, ...], new: int, structure: Structure
+) -> Operand:
     """One operand for all members; it has the new axis only if the members differ."""
     o = members[0]
     if isinstance(o, Const):
         tensors = [m.tensor for m in members if isinstance(m, Const)]
         return o if _all_same(tensors) else Const(torch.stack(tensors), (new, *axes))
     if isinstance(o, Stat):
-        indices = [m.index for m in members if isinstance(m, Stat)]
-        if _all_same(indices):
-            return o
-        return replace(o, index=torch.stack(indices), axes=(new, *axes))
+        return _stacked_stat([m for m in members if isinstance(m, Stat)], axes, new, structure)
     if isinstance(o, Group):
-        inner = _stacked([m.expression for m in members if isinstance(m, Group)])
+        inner = _stacked([m.expression for m in members if isinstance(m, Group)], structure)
         if not _varies(inner):
             return o
         return Group(inner, (new, *axes))
     assert isinstance(o, Link)
     count = len(o.arguments)
     arguments = tuple(
-        _stacked([m.arguments[i] for m in members if isinstance(m, Link)]) for i in range(count)
+        _stacked([m.arguments[i] for m in members if isinstance(m, Link)], structure)
+        for i in range(count)
     )
     if not any(_varies(a) for a in arguments):
         return o
     # Every argument of a link is aligned from the right; those that do not vary broadcast.
     wide = tuple(_aligned(a, len(o.shape)) for a in arguments)
     return replace(o, arguments=wide, shape=(len(members), *o.shape), axes=(new, *axes))
+
+
+def _stacked_stat(
+    members: Sequence[Stat], axes: tuple[int, ...], new: int, structure: Structure
+) -> Stat:
+    o = members[0]
+    indices = [m.index for m in members]
+    if any(m.site.name != o.site.name for m in members):
+        block = structure.block[o.site.name]
+        layout = structure.layout[block]
+        indices = [layout.flat(m.site.name)[m.index] for m in members]
+        o = replace(o, site=SiteRef(block, (layout.size,), 0, o.site.kind))
+    if _all_same(indices):
+        return replace(o, index=indices[0])
+    return replace(o, index=torch.stack(indices), axes=(new, *axes))
 
 
 def _varies(e: Expression) -> bool:
