@@ -16,6 +16,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import log_jacobian
 from pyro_cvi.graph.initial import initial_belief, located_points
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
@@ -310,7 +311,8 @@ class AutoCVI(AutoGuide):
                 )
             else:
                 result[block.sites[0]] = self.posterior(block.sites[0]).sample()
-        return {s: result[s].to(self._whole.latents[s].value.dtype) for s in sites}
+        latents = self._whole.latents
+        return {s: latents[s].constrained(result[s].to(latents[s].value.dtype)) for s in sites}
 
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the posterior, for `restore`."""
@@ -563,8 +565,7 @@ class AutoCVI(AutoGuide):
             flat = z[..., layout.element[site], layout.position[site]]
             shape = broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
             value = flat.reshape(shape).to(latent.value.dtype)
-            fn = dist.Delta(value, event_dim=latent.event_dim)  # its density is the joint's
-            result[site] = drawn.in_plates(site, fn)
+            result[site] = drawn.in_plates(site, _given(latent, value))
         return result
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -594,6 +595,17 @@ class _Drawn:
                 stack.enter_context(self.plates[name])
             value: Tensor = pyro.sample(site, fn)
         return value
+
+
+def _given(latent: Latent, u: Tensor) -> Any:
+    """The law of a Gaussian site given its block's draw: a point; its density is the Jacobian's."""
+    t = latent.transform
+    if t is None:
+        return dist.Delta(u, event_dim=latent.event_dim)
+    x = t(u)
+    event_dim = latent.event_dim - t.domain.event_dim + t.codomain.event_dim
+    log_density = -log_jacobian(t, u, x, latent.event_dim)
+    return dist.Delta(x, log_density=log_density, event_dim=event_dim)
 
 
 def _check_indices(name: str, plate: Any, index: Tensor) -> None:

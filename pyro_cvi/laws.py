@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyro.distributions as dist
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from pyro_cvi.families.quantiles import quantile as family_quantile
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.symbolic import Latent
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+
+_NODES = 80
+"""Gauss-Hermite nodes for the moments of a transformed Gaussian."""
 
 __all__ = [
     "FiniteSupport",
@@ -38,7 +42,8 @@ def as_belief(block: Block, tensors: tuple[Tensor, ...]) -> Belief:
 def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
     """q(z) of one site, in the model's space and with the site's batch and event shape."""
     if isinstance(belief, GaussianBelief):
-        return _gaussian(latent, block, belief)
+        law = _gaussian(latent, block, belief)
+        return law if latent.transform is None else Transformed(law, [latent.transform])
     assert isinstance(belief, FamilyBelief)
     if block.is_chain:
         return finite_law(latent, belief.mean[0][..., block.step(latent.name), :].log())
@@ -47,6 +52,41 @@ def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
     d: Any = belief.family.to_distribution(belief.natural)
     extra = latent.event_dim - d.event_dim
     return d.to_event(extra) if extra > 0 else d
+
+
+class Transformed(dist.TransformedDistribution):
+    """The law of T(u) for Gaussian u; mean and variance by quadrature where T is one of scalars."""
+
+    def _moment(self, power: int) -> Tensor:
+        (transform,) = self.transforms
+        if (scalar := _scalar(transform)) is None:
+            raise NotImplementedError(
+                "mean and variance of a vector that is transformed as a whole: take those of draws, "
+                "posterior(site).sample([1000]).mean(0)"
+            )
+        normal = self.base_dist
+        loc, scale = normal.mean, normal.stddev
+        nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+        x, w = (torch.as_tensor(a).to(loc) for a in (nodes, weights / weights.sum()))
+        values = scalar(loc + scale * x.reshape(-1, *[1] * loc.ndim))
+        return torch.tensordot(w, values**power, dims=1)
+
+    @property
+    def mean(self) -> Tensor:
+        """E T(u), element by element."""
+        return self._moment(1)
+
+    @property
+    def variance(self) -> Tensor:
+        """E T(u)^2 - (E T(u))^2."""
+        return (self._moment(2) - self._moment(1) ** 2).clamp(min=0)
+
+
+def _scalar(transform: Any) -> Any:
+    """The transform of single scalars that T consists of, if it does."""
+    while isinstance(transform, dist.transforms.IndependentTransform):
+        transform = transform.base_transform
+    return transform if transform.domain.event_dim == transform.codomain.event_dim == 0 else None
 
 
 def _gaussian(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
@@ -66,7 +106,7 @@ def _gaussian(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
 
 
 def joint(block: Block, belief: GaussianBelief, sites: Sequence[str]) -> Any:
-    """The Gaussian of several sites of one block, flattened and concatenated."""
+    """The Gaussian of several sites of one block (their unconstrained values), concatenated."""
     assert block.layout is not None
     index = torch.cat([block.layout.flat(s) for s in sites])
     tril = _triangular(torch.block_diag(*belief.scale_tril)[index])
@@ -87,10 +127,11 @@ def quantile(latent: Latent, block: Block, belief: Belief, q: float) -> Tensor:
     """The marginal q-quantile; of a discrete site, in the order of its support."""
     if isinstance(belief, GaussianBelief):
         assert block.layout is not None
+        q = 1 - q if _falls(latent.transform) else q
         at = (block.layout.element[latent.name], block.layout.position[latent.name])
         scale = belief.scale_tril[at].square().sum(-1).sqrt()
         value = belief.loc[at] + scale * torch.special.ndtri(scale.new_tensor(q))
-        return value.reshape(latent.shape)
+        return latent.constrained(value.reshape(latent.shape))
     if latent.enum_dim is not None:
         assert latent.support is not None
         cumulative = _probabilities(latent, block, belief).cumsum(-1)
@@ -109,6 +150,14 @@ def quantile(latent: Latent, block: Block, belief: Belief, q: float) -> Tensor:
             )
         )
     return family_quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
+
+
+def _falls(transform: Any) -> bool:
+    """Whether x falls with the unconstrained value; said of scalar transforms only."""
+    try:
+        return bool(transform is not None and transform.sign == -1)
+    except NotImplementedError:
+        return False
 
 
 def _probabilities(latent: Latent, block: Block, belief: Belief) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pyro_cvi.algebra.functions import scaled_matrix
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, plain
-from pyro_cvi.densities.registry import density, x_log_y
-from pyro_cvi.linalg import inverse_precision
+from pyro_cvi.densities.registry import density, log_density, x_log_y
+from pyro_cvi.families import Unconstrained
+from pyro_cvi.linalg import broadcast_shapes, inverse_precision
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -141,6 +142,38 @@ def dirichlet(d: Any, x: Tensor) -> Tensor:
     a = d.concentration
     log_b = torch.lgamma(a).sum(-1) - torch.lgamma(a.sum(-1))
     return x_log_y(a - 1, x).sum(-1) - log_b
+
+
+@density(torch.distributions.TransformedDistribution)
+def transformed(d: Any, y: Tensor) -> Tensor:
+    """log p(x) - log |det dT/dx| of y = T(x), step by step through the transforms."""
+    event_dim, result = len(d.event_shape), torch.zeros((), dtype=plain(y).dtype)
+    for t in reversed(d.transforms):
+        x = t.inv(y)
+        event_dim += t.domain.event_dim - t.codomain.event_dim
+        jacobian = t.log_abs_det_jacobian(x, y)
+        result = result - _sum_last(jacobian, event_dim - t.domain.event_dim)
+        y = x
+    return result + _sum_last(log_density(d.base_dist, y), event_dim - len(d.base_dist.event_shape))
+
+
+def _sum_last(x: Tensor, dims: int) -> Tensor:
+    return x.sum(tuple(range(-dims, 0))) if dims > 0 else x
+
+
+@density(dist.ImproperUniform)
+def improper_uniform(d: Any, x: Tensor) -> Tensor:
+    """Zero, on the whole support."""
+    own = plain(x).shape[: plain(x).ndim - len(d.event_shape)]
+    return plain(x).new_zeros(broadcast_shapes(own, d.batch_shape))
+
+
+@density(Unconstrained)
+def unconstrained(d: Any, u: Tensor) -> Tensor:
+    """log p(T(u)) + log |det dT/du|."""
+    x = d.transform(u)
+    value: Tensor = log_density(d.constrained, x) + d.jacobian(u, x)
+    return value
 
 
 @density(dist.Delta)

@@ -18,7 +18,14 @@ from pyro_cvi.algebra.functions import link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, latents_in, plain
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["density", "log_density", "plain_log_prob", "registered_densities", "unexpanded"]
+__all__ = [
+    "density",
+    "log_density",
+    "plain_log_prob",
+    "registered_densities",
+    "sites_inside",
+    "unexpanded",
+]
 
 DensityRule = Callable[[Any, Tensor], Tensor]
 _RULES: dict[type, DensityRule] = {}
@@ -120,20 +127,20 @@ def _without_rule(d: Any, x: Tensor) -> Tensor:
     names = _parameter_names(d)
     parameters = [getattr(d, name) for name in names] if names is not None else []
     value = plain(_plain_log_prob(d, x))
-    if names is not None and d.event_dim == 0:
+    if names is not None and len(d.event_shape) == 0:
         function = _LogProb(type(d), names)
         if torch.equal(function(plain(x), *plain(parameters)).expand(value.shape), value):
             e = link(type(d).__name__, function, *(expression_of(v) for v in (x, *parameters)))
             return LatentTensor.make(value, e) if e.sites else value
     sites = frozenset().union(*(v.expression.sites for v in latents_in([x, *d.__dict__.values()])))
-    sites |= _sites_inside(d)
+    sites |= sites_inside(d)
     if not sites:
         return value
     reason = f"{type(d).__name__} has no density rule"
     return LatentTensor.make(value, opaque(sites, reason, tuple(value.shape)))
 
 
-def _sites_inside(d: Any, depth: int = 4) -> frozenset[str]:
+def sites_inside(d: Any, depth: int = 4) -> frozenset[str]:
     """Sites in the parameters of nested distributions (mixtures, transforms)."""
     found: frozenset[str] = frozenset()
     if depth == 0:
@@ -143,7 +150,7 @@ def _sites_inside(d: Any, depth: int = 4) -> frozenset[str]:
         children = v if isinstance(v, list | tuple) else [v]
         for child in children:
             if hasattr(child, "__dict__") and not isinstance(child, Tensor | type):
-                found |= _sites_inside(child, depth - 1)
+                found |= sites_inside(child, depth - 1)
     return found
 
 

@@ -167,7 +167,7 @@ def _fill(
             f = function(z, index)
             q = w @ f
             total = q.sum()
-        if gradient:
+        if gradient and total.requires_grad:  # a constant has none, as the density of a Uniform
             pm, pc = torch.autograd.grad(total, (m, c), allow_unused=True)
             gm[:, part] = or_zeros(pm, m)
             gc[:, :, part] = or_zeros(pc, c)

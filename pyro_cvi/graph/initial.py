@@ -134,8 +134,9 @@ def located_points(
         name = site["name"]
         if name not in latents or not _is_meant(init_loc_fn, latents[name]):
             return site["fn"].sample()
-        found[name] = _checked_point(latents[name], init_loc_fn(site))
-        return found[name]
+        point = _checked_point(latents[name], init_loc_fn(site), site["fn"])
+        found[name] = latents[name].unconstrained(point)
+        return point
 
     with poutine.block(), InitMessenger(start):
         poutine.trace(model).get_trace(*args, **kwargs)
@@ -152,12 +153,12 @@ def _is_meant(init_loc_fn: Any, latent: Latent) -> bool:
     return core not in _GENERIC
 
 
-def _checked_point(latent: Latent, value: Any) -> Tensor:
+def _checked_point(latent: Latent, value: Any, prior: Any) -> Tensor:
     point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
     shape = tuple(point.shape)
     try:
-        point = point.expand(latent.shape)
-        inside = bool(latent.prior.support.check(point).all())
+        point = point.expand(prior.batch_shape + prior.event_shape)
+        inside = bool(prior.support.check(point).all())
     except RuntimeError:
         inside = False
     if not inside:
@@ -166,7 +167,8 @@ def _checked_point(latent: Latent, value: Any) -> Tensor:
                 f"latent site '{latent.name}'",
                 f"init_loc_fn gave a value of shape {shape} that does not fit, or lies outside of the "
                 "support",
-                f"a value of shape {latent.shape} in the support {latent.prior.support}",
+                f"a value of shape {tuple(prior.batch_shape + prior.event_shape)} in the support "
+                f"{prior.support}",
                 "check the values that init_loc_fn returns for this site",
             )
         )

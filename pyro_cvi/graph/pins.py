@@ -4,6 +4,9 @@ Under `poutine.mask` (padding, `obs_mask`) the prior of a cell does not count. A
 still informs has a flat prior, as in Pyro; one that no factor touches would have no posterior at all.
 Such a cell gets the prior it was traced with as a factor of its own: it sends nothing to its parents,
 and E_q[log p] - E_q[log q] = 0 for it, so that padding changes neither posterior nor bound.
+
+A mask or scale is about the prior's density in the model's own space. Where a site stands for its
+unconstrained value, the Jacobian must count once in spite of it: another factor of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from torch import Tensor
 from pyro_cvi.algebra.expression import site_expression
 from pyro_cvi.algebra.latent import LatentTensor, expression_of
 from pyro_cvi.densities import log_density
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import Unconstrained
+from pyro_cvi.graph.check import opaque_sites
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import initial_beliefs
 from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Factor, Latent, enumerated_values, parameter_dtype
 
-__all__ = ["pin_factors"]
+__all__ = ["jacobian_factors", "pin_factors"]
 
 _ROUNDING = 1e3
 """Units of rounding by which a constant message may vary."""
@@ -111,11 +117,44 @@ def _tells_apart(g: Tensor) -> Tensor:
     return (g - first).abs() > _ROUNDING * torch.finfo(g.dtype).eps * (1 + first.abs())
 
 
+def jacobian_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
+    """What the masked or scaled priors of unconstrained sites lack of the log Jacobian."""
+    factors = []
+    for name, latent in plan.latents.items():
+        if latent.transform is None:
+            continue
+        site, scale = trace.nodes[name], plan.block_of(name).scale
+        weight = site["scale"]
+        if site["mask"] is not None and site["mask"] is not True:
+            weight = torch.as_tensor(site["mask"], device=latent.value.device) * weight
+        missing = scale - weight
+        if isinstance(missing, Tensor) and not bool((missing != 0).any()):
+            continue
+        if not isinstance(missing, Tensor) and missing == 0:
+            continue
+        u = _symbol(latent)
+        e = expression_of(latent.prior.jacobian(u, latent.transform(u)))
+        if opaque_sites(e):
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    "it is masked or scaled, and its support is mapped to the real line as a whole",
+                    "poutine.mask and poutine.scale on sites whose elements are mapped one by one",
+                    "leave the mask or scale off this site",
+                )
+            )
+        plates = frozenset(n for n, *_ in latent.plates)
+        factors.append(Factor(f"{name} (Jacobian)", e, missing, (), False, plates=plates))
+    return factors
+
+
+def _symbol(latent: Latent) -> LatentTensor:
+    return LatentTensor.make(latent.value, site_expression(latent.ref, latent.value.device))
+
+
 def _pin(latent: Latent, dead: Tensor, scale: float) -> Factor:
     if latent.enum_dim is None:
-        value: Any = LatentTensor.make(
-            latent.value, site_expression(latent.ref, latent.value.device)
-        )
+        value: Any = _symbol(latent)
         enumerated: tuple[str, ...] = ()
     else:
         value = enumerated_values({latent.name: latent})[latent.name]
@@ -123,6 +162,8 @@ def _pin(latent: Latent, dead: Tensor, scale: float) -> Factor:
         value = value.to(dtype) if dtype is not None else value
         enumerated = (latent.name,)
     prior = latent.prior
+    if isinstance(prior, Unconstrained):  # its Jacobian is a factor of its own
+        value, prior = prior.transform(value), prior.constrained
     while hasattr(prior, "_mask"):
         prior = prior.base_dist
     e = expression_of(log_density(prior, value))

@@ -22,7 +22,7 @@ from pyro_cvi.graph.check import (
     opaque_sites,
 )
 from pyro_cvi.graph.discrete import Dependence, check_branches, shares_dims, with_dims
-from pyro_cvi.graph.pins import pin_factors
+from pyro_cvi.graph.pins import jacobian_factors, pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Call,
@@ -197,12 +197,12 @@ def _planned(
     around: Mapping[str, tuple[Part, ...]],
     previous: Plan | None,
 ) -> Plan:
-    """The plan, with masked cells that nothing informs pinned to their prior."""
+    """The plan, with the factors that masks and scales of latent sites call for."""
     options: dict[str, Any] = {
         "parts": around, "stochastic": _is_subsampled(trace), "learns": bool(_parameters(trace))
     }  # fmt: skip
     plan = make_plan(symbolic, max_dense_dim, previous, **options)
-    pins = pin_factors(plan, trace)
+    pins = pin_factors(plan, trace) + jacobian_factors(plan, trace)
     if not pins:
         return plan
     pinned = replace(symbolic, factors=[*symbolic.factors, *pins])
@@ -298,6 +298,8 @@ def _run(call: Call) -> Symbolic:
     """The symbolic run; a model that cannot run on symbols is sampled as a whole."""
     try:
         return call.symbolic()
+    except CVIError:
+        raise
     except Exception as error:
         fixed = {n: x.value for n, x in call.latents.items() if x.enum_dim is None}
         try:

@@ -30,12 +30,21 @@ from pyro_cvi.algebra.latent import (
     plain,
     recording,
 )
-from pyro_cvi.densities import log_density
+from pyro_cvi.densities import log_density, sites_inside
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.families import BERNOULLI, CATEGORICAL, GAUSSIAN, AbstractFamily, family_of, peel
+from pyro_cvi.families import (
+    BERNOULLI,
+    CATEGORICAL,
+    GAUSSIAN,
+    AbstractFamily,
+    Unconstrained,
+    family_of,
+    has_bijection,
+    peel,
+)
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["Call", "Factor", "Latent", "Symbolic", "describe_latents", "plain_trace"]
+__all__ = ["Call", "Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "traced"]
 
 Model = Callable[..., Any]
 
@@ -45,7 +54,8 @@ class Latent:
     """One latent sample site: its posterior family, its shapes and where it stands.
 
     `batch_shape` has the plates (no enumeration dims). `enum_dim` is the dim (negative) along which a
-    discrete site is enumerated, and `support` its values, (K, *event).
+    discrete site is enumerated, and `support` its values, (K, *event). A site whose prior has no family
+    stands for its unconstrained value u: shapes, prior and value are those of u, and x = `transform`(u).
     """
 
     name: str
@@ -58,6 +68,15 @@ class Latent:
     plates: tuple[tuple[str, int, int, int], ...]
     enum_dim: int | None = None
     support: Tensor | None = None
+    transform: Any = None
+
+    def constrained(self, value: Tensor) -> Tensor:
+        """The site's value in the model, from the one that its posterior is about."""
+        return value if self.transform is None else self.transform(value)
+
+    def unconstrained(self, value: Tensor) -> Tensor:
+        """The inverse of `constrained`."""
+        return value if self.transform is None else self.transform.inv(value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,6 +174,35 @@ def _fits(chosen: Tensor | None, fn: Any) -> bool:
     return bool(len(chosen) == fn.subsample_size and int(chosen.max()) < fn.size)
 
 
+class _OnRealLine(Messenger):
+    """Latent sites without a family are sites of their unconstrained value; the model gets T of it.
+
+    It stands inside of the trace, which records the value before it is transformed.
+    """
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if _is_latent_message(msg) and has_bijection(msg["fn"]):
+            msg["fn"] = Unconstrained(msg["fn"])
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if _is_latent_message(msg) and isinstance(msg["fn"], Unconstrained):
+            msg["value"] = msg["fn"].transform(msg["value"])
+
+
+def _is_latent_message(msg: Any) -> bool:
+    return (
+        msg["type"] == "sample"
+        and not msg["is_observed"]
+        and not site_is_subsample(msg)
+        and not msg["infer"].get("_deterministic", False)
+    )
+
+
+def traced(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
+    """The trace of a run, in which latents without a family stand by their unconstrained values."""
+    return poutine.trace(_OnRealLine()(model)).get_trace(*args, **kwargs)
+
+
 class _Symbols(Messenger):
     """Give every latent a LatentTensor, an enumerated value, or a fixed tensor."""
 
@@ -184,6 +232,8 @@ class _Symbols(Messenger):
         if msg["is_observed"] or msg["name"] not in self.latents:
             return
         latent = self.latents[msg["name"]]
+        if isinstance(msg["fn"], Unconstrained):
+            _check_support(msg["name"], msg["fn"])
         if msg["name"] in self.fixed:
             msg["value"] = self.fixed[msg["name"]]
         elif latent.enum_dim is not None and self.enumerate_discrete:
@@ -192,6 +242,19 @@ class _Symbols(Messenger):
             e = site_expression(latent.ref, latent.value.device)
             msg["value"] = LatentTensor.make(latent.value, e)
         msg["done"] = True
+
+
+def _check_support(name: str, fn: Unconstrained) -> None:
+    sites = sites_inside(fn.transform)
+    if sites:
+        raise CVIError(
+            message(
+                f"latent site '{name}'",
+                f"its support depends on the latent '{min(sites)}'",
+                "a support that is the same for all values of other sites",
+                "sample on a fixed support and move the value: low + (high - low) * Uniform(0, 1)",
+            )
+        )
 
 
 def enumerated_values(latents: Mapping[str, Latent]) -> dict[str, Tensor]:
@@ -225,7 +288,7 @@ def plain_trace(
         with poutine.block(), seen, warnings.catch_warnings():
             # torch's Wishart says so of proper draws, and draws again
             warnings.filterwarnings("ignore", "Singular sample detected", UserWarning)
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
+            trace = traced(model, args, kwargs)
             trace.given, trace.changed = frozenset(seen.given), seen.changed
             return trace
     except Exception as error:
@@ -277,7 +340,7 @@ def _describe(site: Any, nesting: int) -> Latent:
                 "sample it from a pyro.distributions distribution",
             )
         )
-    family = family_of(fn)
+    family = GAUSSIAN if isinstance(fn, Unconstrained) else family_of(fn)
     plates = tuple(
         (f.name, f.dim, f.size, f.full_size if f.full_size is not None else f.size)
         for f in site["cond_indep_stack"]
@@ -294,7 +357,8 @@ def _describe(site: Any, nesting: int) -> Latent:
         raise CVIError(_no_family(name, fn))
     kind = "real" if family is GAUSSIAN else _kind(fn.support)
     ref = SiteRef(name, tuple(value.shape), event_dim, kind)
-    return Latent(name, family, ref, batch, event_dim, fn, value, plates)
+    transform = fn.transform if isinstance(fn, Unconstrained) else None
+    return Latent(name, family, ref, batch, event_dim, fn, value, plates, transform=transform)
 
 
 def _kind(support: Any) -> str:
@@ -332,17 +396,15 @@ def _no_family(name: str, fn: Any) -> str:
         "marginalise it by hand, bound its support (Categorical), or declare its elements in a plate "
         "rather than by to_event"
         if discrete
-        else "give it a conjugate prior (Gamma or InverseGamma for scales and precisions, Beta for "
-        "probabilities), write it as a function of a Normal site (for example "
-        f"{name} = Normal(...).exp()), or hold it fixed with poutine.condition"
+        else "write it as a function of a site on the real line, or hold it fixed with poutine.condition"
     )
     if core == "Delta":
         remedy = f"write pyro.deterministic('{name}', ...) for a value that is not random"
     return message(
         f"latent site '{name}'",
-        f"a {core} prior, for which this version has no posterior family",
-        "Normal, MultivariateNormal, Gamma, Exponential, Chi2, InverseGamma, Beta, Dirichlet, Wishart, "
-        "or a discrete distribution with finite support",
+        f"a {core} prior, for which there is no posterior family",
+        "a discrete distribution with finite support, or a continuous one with a support that torch's "
+        "biject_to knows",
         remedy,
     )
 
@@ -383,7 +445,7 @@ class Call:
             _Prior({**self.subsample, **held}),
             symbols,
         ):
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            trace = traced(self.model, self.args, self.kwargs)
             return {
                 name: _sites_of_density(site) | frozenset(symbols.forced.get(name, {}))
                 for name, site in trace.nodes.items()
@@ -408,7 +470,7 @@ class Call:
             _Prior(self.subsample),
             symbols,
         ):
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            trace = traced(self.model, self.args, self.kwargs)
             factors = []
             for position, (name, site) in enumerate(trace.nodes.items()):
                 if is_factor_site(site) and (only is None or name in only):

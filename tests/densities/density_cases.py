@@ -9,6 +9,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_cvi.families import Unconstrained
+
 
 @dataclass(frozen=True)
 class Case:
@@ -53,6 +55,13 @@ def spd(x: Tensor) -> Tensor:
 def degrees(x: Tensor) -> Tensor:
     """Degrees of freedom of a Wishart in n dimensions, (*batch, n) -> (*batch,)."""
     return x.shape[-1] + x[..., 0].exp()
+
+
+class Improper(dist.ImproperUniform):  # type: ignore[misc]
+    """One that can be drawn from, for the tests."""
+
+    def sample(self, sample_shape: tuple[int, ...] = ()) -> Tensor:
+        return torch.rand((*sample_shape, *self.batch_shape))
 
 
 td = torch.distributions
@@ -102,6 +111,48 @@ CASES = {
     ),
     "Dirichlet": Case(
         td.Dirichlet, dist.Dirichlet, {"concentration": positive}, (3,), value="simplex"
+    ),
+    "Transformed, exp": Case(
+        td.TransformedDistribution,
+        lambda loc, scale: dist.TransformedDistribution(
+            dist.Normal(loc, scale), [dist.transforms.ExpTransform()]
+        ),
+        {"loc": real, "scale": positive}, value="positive",
+    ),
+    "Transformed, logit": Case(
+        td.TransformedDistribution,
+        lambda loc, scale: dist.TransformedDistribution(
+            dist.Normal(loc, scale),
+            [dist.transforms.AffineTransform(0.5, 2.0), dist.transforms.SigmoidTransform()],
+        ),
+        {"loc": real, "scale": positive}, value="unit",
+    ),
+    "Transformed, events": Case(
+        td.TransformedDistribution,
+        lambda loc, scale: dist.TransformedDistribution(
+            dist.Normal(loc, scale).to_event(1),
+            [dist.transforms.AffineTransform(torch.tensor([0.0, 1.0, 2.0]), 0.5, event_dim=1)],
+        ),
+        {"loc": real, "scale": positive}, (3,), value="real",
+    ),
+    "ImproperUniform": Case(
+        dist.ImproperUniform, lambda like: Improper(td.constraints.positive, like.shape, ()),
+        {"like": real}, fixed=("like",), value="positive",
+    ),
+    "Unconstrained, half line": Case(
+        Unconstrained, lambda scale: Unconstrained(dist.HalfCauchy(scale)), {"scale": positive},
+        value="real",
+    ),
+    "Unconstrained, interval": Case(
+        Unconstrained,
+        lambda a, b: Unconstrained(dist.TransformedDistribution(
+            dist.Normal(a, b), [dist.transforms.SigmoidTransform()]
+        )),
+        {"a": real, "b": positive}, value="real",
+    ),
+    "Unconstrained, events": Case(
+        Unconstrained, lambda scale: Unconstrained(dist.HalfNormal(scale).to_event(1)),
+        {"scale": positive}, (3,), value="real",
     ),
     "Delta": Case(dist.Delta, lambda v: dist.Delta(v, log_density=v.new_tensor(0.3)), {"v": real}),
     "Delta event": Case(

@@ -88,7 +88,11 @@ def at(log_p: Tensor, point: dict[str, Tensor]) -> Tensor:
 
 
 def test_every_registered_rule_has_a_case() -> None:
-    ours = {c for c in registered_densities() if c.__module__.startswith(("torch.", "pyro."))}
+    ours = {
+        c
+        for c in registered_densities()
+        if c.__module__.startswith(("torch.", "pyro.", "pyro_cvi."))
+    }
     missing = ours - {case.key for case in CASES.values()}
     assert not missing, f"density rules without a case: {missing}"
 

@@ -191,20 +191,6 @@ def test_a_model_that_raises_leaves_the_state_alone():
     assert math.isfinite(cvi.step(x, y))
 
 
-@pytest.mark.parametrize(
-    "prior",
-    [dist.HalfCauchy(1.0), dist.Uniform(0.0, 10.0), dist.StudentT(3.0), dist.LogNormal(0.0, 1.0)],
-    ids=lambda d: type(d).__name__,
-)
-def test_a_family_without_treatment_names_the_site_and_what_to_write(prior):
-    def model():
-        s = pyro.sample("s", prior)
-        pyro.sample("y", dist.Normal(s, 1.0), obs=torch.tensor(1.0))
-
-    with pytest.raises(CVIError, match=f"'s'.*{type(prior).__name__} prior.*Instead: "):
-        explain(model)
-
-
 def test_a_discrete_latent_with_infinite_support():
     def model():
         n = pyro.sample("n", dist.Poisson(3.0))

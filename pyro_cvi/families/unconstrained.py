@@ -1,0 +1,119 @@
+"""Priors without a family of their own: a Gaussian on the unconstrained value.
+
+    x ~ p,  x = T(u)    =>    p(u) = p(T(u)) |det dT/du|,        q(u) = N(m, V),
+
+with T torch's bijection from the real line (or space) to the support of p: exp for positive values,
+sigmoid for an interval, stick-breaking for a simplex.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+from torch.distributions.utils import _sum_rightmost
+
+from pyro_cvi.families.registry import family_of
+from pyro_cvi.families.wrappers import peel
+
+__all__ = ["Unconstrained", "has_bijection", "log_jacobian"]
+
+_SPREAD = 2.0
+"""Where a prior cannot be sampled, draws are uniform within this of zero."""
+
+
+class Unconstrained(dist.TorchDistribution):
+    """The law of u = T^-1(x) for x ~ `constrained`; real, with the batch shape of that.
+
+    The event shape is that of u; for simplexes, correlation matrices and the like x has another.
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (torch's attribute)
+
+    def __init__(self, constrained: Any, transform: Any = None) -> None:
+        self.constrained = constrained
+        self.transform = biject_to(constrained.support) if transform is None else transform
+        whole = constrained.batch_shape + constrained.event_shape
+        shape = torch.Size(self.transform.inverse_shape(whole))
+        batch = constrained.batch_shape
+        super().__init__(batch, shape[len(batch) :], validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        """All real numbers."""
+        n = len(self.event_shape)
+        return constraints.independent(constraints.real, n) if n else constraints.real
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Unconstrained:
+        """The same law for a larger batch."""
+        return Unconstrained(self.constrained.expand(batch_shape))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """T^-1 of a draw of x; where x lies on the boundary to rounding, zero."""
+        sample_shape = torch.Size(sample_shape)
+        if isinstance(peel(self.constrained), dist.ImproperUniform):
+            shape = self.shape(sample_shape)
+            return torch.empty(shape).uniform_(-_SPREAD, _SPREAD)
+        with torch.no_grad():
+            u: Tensor = self.transform.inv(self.constrained.sample(sample_shape))
+            return torch.where(u.isfinite(), u, torch.zeros_like(u))
+
+    def jacobian(self, u: Any, x: Any) -> Any:
+        """log |det dT/du|, of the batch shape."""
+        return log_jacobian(self.transform, u, x, len(self.event_shape))
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        """log p(T(u)) + log |det dT/du|."""
+        x = self.transform(u)
+        value: Tensor = self.constrained.log_prob(x) + self.jacobian(u, x)
+        return value
+
+    @property
+    def mean(self) -> Tensor:
+        """Where to start: T^-1 of the prior's median or mean; NaN where neither is known."""
+        like = self.constrained.batch_shape + self.constrained.event_shape
+        for center in (_median, _mean):
+            try:
+                u: Tensor = self.transform.inv(center(self.constrained).expand(like))
+            except (NotImplementedError, AttributeError, RuntimeError, ValueError):
+                continue
+            if bool(u.isfinite().all()):
+                return u
+        return torch.full(self.shape(), torch.nan)
+
+    @property
+    def variance(self) -> Tensor:
+        """Not known: one."""
+        return torch.ones(self.shape())
+
+
+def log_jacobian(transform: Any, u: Any, x: Any, event_dim: int) -> Any:
+    """log |det dx/du| of x = T(u), summed over the `event_dim` last dims of u."""
+    value = transform.log_abs_det_jacobian(u, x)
+    return _sum_rightmost(value, event_dim - transform.domain.event_dim)
+
+
+def _median(d: Any) -> Tensor:
+    value: Tensor = d.icdf(torch.tensor(0.5))
+    return value
+
+
+def _mean(d: Any) -> Tensor:
+    value: Tensor = d.mean
+    return value
+
+
+def has_bijection(d: Any) -> bool:
+    """Whether a law that has no family can be held by a Gaussian on the real line."""
+    if family_of(d) is not None or getattr(d, "has_enumerate_support", False):
+        return False
+    if isinstance(peel(d), Unconstrained | dist.Delta) or getattr(d.support, "is_discrete", True):
+        return False
+    try:
+        biject_to(d.support)
+    except NotImplementedError:
+        return False
+    return True
