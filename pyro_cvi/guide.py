@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -407,12 +408,31 @@ class AutoCVI(AutoGuide):
         Gaussian site that is a vector comes with its full covariance; one of higher rank, or one in a
         plate, gives its marginals.
         """
-        return marginal(*self._seen(site))
+        return marginal(*self._entry(site))
 
-    def _seen(self, site: str) -> tuple[Latent, Block, Belief]:
+    def _entry(self, site: str) -> tuple[Latent, Block, Belief]:
         """A site, its block, and what is believed about it."""
         block = self.block_of(site)
+        if block.placement is not None:
+            self._warn_unseen(site, block, self._buffers[_seen_name(block)])
         return self._whole.latents[site], block, self.belief(block)
+
+    def _warn_unseen(self, site: str, block: Block, seen: Tensor) -> None:
+        """Elements that no minibatch has held are at the start of a fit."""
+        missing = int((~seen).sum())
+        if missing:
+            assert block.placement is not None
+            plates = ", ".join(f"'{p.name}'" for p in block.placement.parts)
+            warnings.warn(
+                message(
+                    f"latent site '{site}'",
+                    f"{missing} of {seen.numel()} elements of plate {plates} have been in no minibatch "
+                    "yet: what is said of these is the start, and not a posterior",
+                    "steps over all elements that are asked for",
+                    "go on with minibatches, or ask CVI.local_posteriors for the elements",
+                ),
+                stacklevel=4,
+            )
 
     def joint(self, sites: Sequence[str]) -> Any:
         """The joint Gaussian of sites of one block, flattened and concatenated in this order.
@@ -459,7 +479,7 @@ class AutoCVI(AutoGuide):
         Of a discrete site the most probable value, of a Wishart matrix the mean.
         """
         plan = self._need("median").plan.whole
-        return {n: median(*self._seen(n)) for n in plan.latents}
+        return {n: median(*self._entry(n)) for n in plan.latents}
 
     @torch.no_grad()
     def quantiles(
@@ -473,7 +493,9 @@ class AutoCVI(AutoGuide):
         wanted = [float(q) for q in quantiles]
         if not all(0 <= q <= 1 for q in wanted):
             raise CVIError(f"quantiles({wanted}): expected probabilities between 0 and 1")
-        return {n: torch.stack([quantile(*self._seen(n), q) for q in wanted]) for n in plan.latents}
+        return {
+            n: torch.stack([quantile(*self._entry(n), q) for q in wanted]) for n in plan.latents
+        }
 
     # --- sampling ----------------------------------------------------------------------------------
 
@@ -488,6 +510,9 @@ class AutoCVI(AutoGuide):
             latents = {s: self._whole.latents[s] for s in block.sites}
             if block.placement is not None:
                 window = {p.name: _indices(plates[p.name], p) for p in block.placement.parts}
+                seen = self._buffers[_seen_name(block)]
+                here = seen[_grid([window[p.name] for p in block.placement.parts])]
+                self._warn_unseen(block.sites[0], block, here)
                 sizes = {n: len(index) for n, index in window.items()}
                 belief = as_belief(block, block.placement.take(belief.tensors, window))
                 block = block.sized(sizes)

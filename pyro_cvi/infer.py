@@ -24,7 +24,7 @@ from torch import Tensor
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator
-from pyro_cvi.graph.prepared import Prepared
+from pyro_cvi.graph.prepared import Prepared, is_stream
 from pyro_cvi.graph.sampling import Sampler
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.guide import AutoCVI
@@ -41,7 +41,8 @@ _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
 class RunResult:
     """What `CVI.run` did: the loss after each step, how many, and why it stopped.
 
-    With several starts this is the best one's; `restarts` has the last loss of each.
+    With several starts this is the best one's; `restarts` has the last loss of each, or where the loss
+    is an estimate the mean of its last tenth.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -62,8 +63,10 @@ class CVI:
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
             TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective).
         minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
-            with all of them, where they fit into memory; "stochastic" is the paper's rule (SVI on a
-            conjugate model), which keeps nothing and takes steps of size rho_t.
+            with all of them, as long as the batches of a pass are those of the pass before and fit into
+            memory; "stochastic" is the paper's rule (SVI on a conjugate model), which keeps nothing and
+            takes steps of size rho_t. It also serves batches that are mixed anew, and streams: rows
+            that do not change with the indices their plate draws.
         delay, forget: rho_t = (t + delay)^-forget at step t = 0, 1, ... of the stochastic rule.
     """
 
@@ -153,6 +156,8 @@ class CVI:
         chosen = sweeper.chosen(self.guide.prepared)
         prepared = self.guide.prepare(self.model, args, kwargs, chosen, unchanged=unchanged)
         self._check_params(prepared)
+        if sweeper.time == 0 and prepared.plan.stochastic:
+            sweeper.is_stream = is_stream(prepared, self.model, args, kwargs)
         before, control = self.guide.beliefs(), dict(sweeper.control)
         try:
             evaluator = self._evaluator_for(prepared)
@@ -227,29 +232,31 @@ class CVI:
             raise CVIError(f"num_steps is {num_steps}; expected zero or more")
         if num_restarts < 1:
             raise CVIError(f"num_restarts is {num_restarts}; expected at least one start")
-        if annealing is not None and not (annealing[0] >= 1 and annealing[1] >= 0):
+        if annealing is not None and not _is_schedule(annealing, num_steps):
             raise CVIError(
                 f"annealing is {annealing!r}; expected (temperature, steps) with a temperature of at "
-                "least 1"
+                f"least 1 and fewer steps than the {num_steps} of the run"
             )
         start = time.perf_counter()
         bar = _progress_bar(num_steps * num_restarts) if progress else None
         best: tuple[RunResult, Any, Sweeper] | None = None
         finals = []
-        for i in range(num_restarts):
-            if i > 0:
-                self._restart()
-            result = self._run_once(args, kwargs, num_steps, tol, bar, annealing)
-            finals.append(_final_loss(result.losses))
-            if num_restarts == 1:
-                best = (result, None, self._sweeper)
-            elif best is None or finals[-1] < _final_loss(best[0].losses):
-                best = (result, self.guide.snapshot(), self._sweeper)
+        try:
+            for i in range(num_restarts):
+                if i > 0 and num_steps > 0:
+                    self._restart()
+                result = self._run_once(args, kwargs, num_steps, tol, bar, annealing)
+                finals.append(self._final_loss(result.losses))
+                if num_restarts == 1:
+                    best = (result, None, self._sweeper)
+                elif best is None or finals[-1] < min(finals[:-1]):
+                    best = (result, self.guide.snapshot(), self._sweeper)
+        finally:  # an interrupted restart leaves the best start so far
+            if best is not None and best[1] is not None:
+                self.guide.restore(best[1])
+                self._sweeper, self._evaluator = best[2], None
         assert best is not None
-        result, snapshot, self._sweeper = best
-        if snapshot is not None:
-            self.guide.restore(snapshot)
-            self._evaluator = None
+        result = best[0]
         result.restarts = finals
         if bar is not None:
             bar.total = bar.n
@@ -405,6 +412,15 @@ class CVI:
         scale = tol * max(abs(losses[-1]), 1.0)
         return abs(losses[-2] - losses[-1]) <= scale and self._moved <= scale
 
+    def _final_loss(self, losses: list[float]) -> float:
+        """The last loss; of a noisy one the mean of the last tenth, which says more."""
+        if not losses:
+            return math.inf
+        plan = self.guide.plan
+        noisy = plan.sampled_sites() or plan.stochastic or plan.learns
+        last = losses[-max(1, len(losses) // 10) :] if noisy else losses[-1:]
+        return sum(last) / len(last)
+
     def _not_finite(self, evaluator: Evaluator, elbo: float) -> str:
         names = [
             f.name
@@ -471,10 +487,12 @@ class CVI:
         self._evaluator = None
 
 
-def _final_loss(losses: list[float]) -> float:
-    """The last loss, or a mean of the last tenth, which for a noisy one says more."""
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last) if last else math.inf
+def _is_schedule(annealing: Any, num_steps: int) -> bool:
+    try:
+        temperature, steps = annealing
+        return temperature >= 1 and 0 <= steps < max(num_steps, 1)
+    except (TypeError, ValueError):
+        return False
 
 
 def _progress_bar(total: int) -> Any:

@@ -83,6 +83,8 @@ def log_predictive(
     chunk_size: int | None,
 ) -> Tensor:
     """log p(row | data) for every row, shape (rows,)."""
+    if num_samples < 1:
+        raise CVIError(f"num_samples is {num_samples}; expected at least one draw")
     rows = _Rows.of(model, guide, args, kwargs, plates)
     if len(rows.plates) != 1:
         raise CVIError(
@@ -181,12 +183,15 @@ class _Rows:
     ) -> _Rows:
         fitted = guide.prepared
         if fitted is None or not guide.is_fitted:
+            loaded = fitted is None and guide.is_fitted
             raise CVIError(
                 message(
                     "new data",
-                    "the guide has not been fitted",
+                    "the guide was loaded, and does not know the sizes of its data"
+                    if loaded
+                    else "the guide has not been fitted",
                     "a fitted posterior of the sites outside of the rows",
-                    "call CVI.run(*training_args) first",
+                    f"call {'guide' if loaded else 'CVI.run'}(*training_args) first",
                 )
             )
         trace = first_run(model, args, kwargs)

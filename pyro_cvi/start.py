@@ -15,11 +15,13 @@ for drawing several at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import DIRICHLET
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block, Plan
@@ -54,9 +56,19 @@ def seeded_blocks(plan: Plan, located: Collection[str] = ()) -> list[Block]:
 
 
 def _components(plan: Plan, block: Block) -> list[Block]:
-    """The continuous blocks that share a factor with a discrete one."""
+    """The continuous blocks that share a factor with a discrete one, but not those in its plates."""
     names = {b for f in plan.factors_of(block.name) for b in f.blocks}
-    return [b for b in plan.blocks if b.name in names and not b.is_discrete]
+    around = _plates(plan, block)
+    return [
+        b
+        for b in plan.blocks
+        if b.name in names and not b.is_discrete and not (around and around <= _plates(plan, b))
+    ]
+
+
+def _plates(plan: Plan, block: Block) -> set[str]:
+    """The plates around all of a block's sites."""
+    return set.intersection(*({n for n, *_ in plan.latents[s].plates} for s in block.sites))
 
 
 def start(evaluator: Evaluator, step: BlockStep, located: Collection[str] = ()) -> None:
@@ -81,13 +93,16 @@ def start(evaluator: Evaluator, step: BlockStep, located: Collection[str] = ()) 
     if not blocks:
         return
     kept = dict(evaluator.beliefs)
-    for block in blocks:
-        _seed(evaluator, block, step)
-    seeded = _after_one_sweep(evaluator, blocks, step)
+    try:
+        for block in blocks:
+            _seed(evaluator, block, step)
+        seeded = _after_one_sweep(evaluator, blocks, step)
+    except CVIError:  # a component that one element does not determine
+        seeded = -math.inf
     beliefs = dict(evaluator.beliefs)
     for name, belief in kept.items():
         evaluator.set(name, belief)
-    if _after_one_sweep(evaluator, blocks, step) < seeded:
+    if seeded > -math.inf and _after_one_sweep(evaluator, blocks, step) < seeded:
         for name, belief in beliefs.items():
             evaluator.set(name, belief)
 

@@ -5,8 +5,8 @@
 - Sampled: Robbins-Monro steps, undone where they clearly lose.
 - Minibatches: the local blocks take their steps first; then the others take rho = 1 with the messages of
   all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone. The latter
-  also serves quadrature where the batches of a pass are not those of the pass before: a message that
-  depends on the posterior is then too noisy to be kept.
+  also serves streams, whose rows have no identity, and messages that depend on the posterior where the
+  batches of a pass are not those of the pass before: shares of old ones are then too noisy.
 
 References: M. E. Khan, W. Lin (2017), arXiv 1703.04265, algorithms 1 and 2; M. D. Hoffman et al. (2013),
 Stochastic variational inference, JMLR 14, for the order of local and global steps.
@@ -63,6 +63,7 @@ class Sweeper:
         self.temperature = 1.0
         self.seeded = True
         self.located: Collection[str] = ()
+        self.is_stream = False
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = 0.0
@@ -152,16 +153,28 @@ class Sweeper:
         plan = prepared.plan
         outer = [b for b in plan.blocks if not b.placement and b.size and b.name not in noisy]
         memory = self._memory_for(prepared, outer, fitted)
+        inside = evaluator
         if memory is not None:
-            memory.begin(prepared.window[_only(prepared)])
+            name = _only(prepared)
+            window, part = prepared.window[name], prepared.parts[name]
+            own = self._batches[name].own(part.size) if name in self._batches else part.size
+            memory.begin(window[:own])
+            if own < part.size:
+                counts = (torch.arange(part.size) < own).to(torch.get_default_dtype())
+                inside = evaluator.with_weights(name, part.dim, counts)
         if self.time == 0 and not fitted and _is_symmetric(plan):
             # The start of a discrete site breaks the symmetry of a mixture only if the others look at
             # it before it moves.
             for block in outer:
                 self._global(evaluator, block, memory, prepared, 1.0)
         self.settle(evaluator, noisy)
+        if inside is not evaluator:
+            for b in plan.blocks:
+                inside.set(b.name, evaluator.beliefs[b.name])
         for block in outer:
-            self._global(evaluator, block, memory, prepared, self.rate)
+            self._global(inside, block, memory, prepared, self.rate)
+            if inside is not evaluator:
+                evaluator.set(block.name, inside.beliefs[block.name])
 
     @property
     def rate(self) -> float:
@@ -172,7 +185,7 @@ class Sweeper:
         self, prepared: Prepared, outer: list[Block], fitted: bool
     ) -> SiteMessages | None:
         parts = [p for p in prepared.parts.values() if p.scale != 1]
-        if self.minibatch != "stored" or len(parts) != 1:
+        if self.minibatch != "stored" or self.is_stream or len(parts) != 1:
             return None
         (part,) = parts
         if self._memory is None:
@@ -190,10 +203,14 @@ class Sweeper:
     ) -> None:
         """The step of a block outside of the subsampled plates."""
         exact = evaluator.plan.is_exact(block)
-        if memory is None or (memory.is_mixed and not exact):
+        if memory is None:
             self.noisy(evaluator, block, None, rate)
             return
         plate = _only(prepared)
+        alone = all(f.blocks == {block.name} for f in evaluator.factors(block) if plate in f.plates)
+        if memory.is_mixed and not (exact and alone):
+            self.noisy(evaluator, block, None, rate)
+            return
         scale = prepared.parts[plate].scale
         belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
         whole, inside = evaluator.message(block), evaluator.message(block, plate)
@@ -228,6 +245,8 @@ class Sweeper:
         before = float(parts.sum())
         evaluator.set(name, belief)
         after = float(evaluator.local(block))
+        if not math.isfinite(after):
+            return  # what is not finite, and why, is found at the end of the sweep
         size = float(parts.abs().sum()) + 1
         if before - after <= _ROUNDING * torch.finfo(old.tensors[0].dtype).eps * size:
             return

@@ -213,7 +213,9 @@ def _local(
     component = _components(shapes, couplings, opaque, device)
     placement = gaussian_placement([gaussian[n] for n in sites], parts, component, max_dense_dim)
     names = ", ".join(f"'{p.name}'" for p in parts)
-    reason = f"{placement.count} of {placement.width} scalars for each element of {names}"
+    reason = (
+        f"{placement.count} of {placement.width} scalars for each element of {names}, on its own"
+    )
     layout = placement.layout({p.name: p.size for p in parts})
     return GaussianBlock(tuple(sites), layout, reason, placement)
 

@@ -9,6 +9,7 @@ messages to all of its blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,6 +61,17 @@ class Evaluator:
         self._factors = {
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }
+
+    def with_weights(self, plate: str, dim: int, weights: Tensor) -> Evaluator:
+        """Another evaluator, for which the elements of a plate count by these weights, (elements,)."""
+        like = next(iter(self.beliefs.values())).tensors[0]
+        w = weights.to(like.device).reshape(-1, *[1] * (-dim - 1))
+        factors = tuple(
+            replace(f, weight=f.weight * w) if plate in f.plates else f for f in self.plan.factors
+        )
+        other = Evaluator(replace(self.plan, factors=factors), self.beliefs)
+        other.temperature = self.temperature
+        return other
 
     def set(self, block: str, belief: Belief) -> None:
         """Change one block; the factors that touch it become stale."""

@@ -35,15 +35,23 @@ from pyro_cvi.graph.symbolic import (
     plate_frames,
     subsample_values,
 )
-from pyro_cvi.graph.validation import check_batch, check_data, check_same_sites, check_windows
+from pyro_cvi.graph.validation import (
+    check_batch,
+    check_data,
+    check_local_data,
+    check_same_sites,
+    check_windows,
+)
 from pyro_cvi.graph.windows import Part, Window, whole_latent
 
-__all__ = ["Prepared", "first_run", "prepare"]
+__all__ = ["Prepared", "first_run", "is_stream", "prepare"]
 
 Model = Callable[..., Any]
 Values = dict[str, Tensor]
 _SHRINK = (0.1, 0.01)
 """How far from the prior's mean the second and third point of the self-check lie."""
+_TRIES = 3
+"""How often other indices are tried before rows are taken for a stream."""
 _INSIDE = 0.5
 """The same of the first point for sites in a simplex: at its edge, densities have no digits."""
 
@@ -146,6 +154,7 @@ def prepare(
         symbolic, point = _lose(_run(call), lost), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
     plan = _planned(symbolic, trace, max_dense_dim, around, old)
+    check_local_data(plan, parts)
     found = (_parameters(trace), parts, window, trace.given, call.depends, age, _sizes(trace), lost)
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return Prepared(plan, nesting, indices, {}, (), trace, *found)
@@ -161,6 +170,27 @@ def prepare(
         trace,
         *found,
     )
+
+
+def is_stream(
+    prepared: Prepared, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether the plates that draw their elements do so in vain: other indices, same data.
+
+    Such rows have no identity: what was stored for an index would be of another row.
+    """
+    drawn = [p for p in prepared.parts.values() if p.scale != 1 and p.name not in prepared.given]
+    if not drawn:
+        return False
+    values = {n: prepared.trace.nodes[n]["value"] for n in prepared.plan.latents}
+    before = fingerprint(prepared.trace, factor_values(prepared.trace))
+    for i in range(1, _TRIES + 1):
+        others = {p.name: (prepared.window[p.name] + i * p.size) % p.full for p in drawn}
+        with torch.no_grad(), pyro.validation_enabled(False):
+            trace = plain_trace(model, args, kwargs, values, others)
+            if not _same(before, fingerprint(trace, factor_values(trace))):
+                return False
+    return True
 
 
 def _parts(

@@ -33,7 +33,7 @@ Tensors = tuple[Tensor, ...]
 class Batches:
     """Which elements a subsampled plate sees next: a fixed partition in random order, again and again.
 
-    The last batch of a pass is filled up from the first.
+    The last batch of a pass is filled up with elements of the first, which do not count there again.
     """
 
     def __init__(self, full: int, first: Tensor) -> None:
@@ -47,6 +47,10 @@ class Batches:
         """The elements of the batch that is due."""
         here = self._order[self._next : self._next + size]
         return torch.cat([here, self._order[: size - len(here)]])
+
+    def own(self, size: int) -> int:
+        """How many of the batch that is due, from its first on, are not there to fill it up."""
+        return min(size, len(self._order) - self._next)
 
     def done(self, size: int) -> None:
         """Go on to the next batch."""

@@ -14,7 +14,7 @@ from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Latent, is_factor_site
 from pyro_cvi.graph.windows import Part
 
-__all__ = ["check_batch", "check_data", "check_same_sites", "check_windows"]
+__all__ = ["check_batch", "check_data", "check_local_data", "check_same_sites", "check_windows"]
 
 
 def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
@@ -55,6 +55,27 @@ def check_windows(plan: Plan, around: Mapping[str, tuple[Part, ...]]) -> None:
                     "build a new AutoCVI and fit it by minibatches (all elements at once may follow)",
                 )
             )
+
+
+def check_local_data(plan: Plan, parts: Mapping[str, Part]) -> None:
+    """A local latent sees all of its data: its factors are in no other subsampled plate."""
+    subsampled = {p.name for p in parts.values() if p.scale != 1}
+    for block in plan.blocks:
+        if block.placement is None:
+            continue
+        own = {p.name for p in block.placement.parts}
+        for f in plan.factors_of(block.name):
+            other = (f.plates & subsampled) - own
+            if other and own & subsampled:
+                raise CVIError(
+                    message(
+                        f"latent site '{block.sites[0]}'",
+                        f"it is local in the subsampled plate '{min(own & subsampled)}', and its data "
+                        f"in factor '{f.name}' are in the subsampled plate '{min(other)}' as well",
+                        "all data of the elements that a step sees",
+                        "subsample one of the two plates, and let the other hold all its elements",
+                    )
+                )
 
 
 def check_data(trace: poutine.Trace) -> None:

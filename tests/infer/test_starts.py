@@ -176,3 +176,90 @@ def test_a_fall_of_the_bound_names_the_factor_at_fault(monkeypatch):
     y = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(CVIError, match="factor 'y'.*exact step of block 'm' lowered the ELBO"):
         CVI(model, guide).step(y)
+
+
+# --- what else stands beside a mixture ---------------------------------------------------------------
+
+
+def _components():
+    with pyro.plate("components", 2):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 5.0))
+        return mu, pyro.sample("tau", dist.Gamma(2.0, 1.0))
+
+
+def missing_cells(x):
+    mu, tau = _components()
+    with pyro.plate("rows", len(x)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+        seen = torch.arange(len(x)) % 5 != 0
+        pyro.sample("x", dist.Normal(mu[z], tau[z].rsqrt()), obs=x, obs_mask=seen)
+
+
+def rows_with_a_value_of_their_own(x):
+    mu, tau = _components()
+    with pyro.plate("rows", len(x)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+        u = pyro.sample("u", dist.Normal(mu[z], 1.0))
+        pyro.sample("x", dist.Normal(u, tau[z].rsqrt()), obs=x)
+
+
+def rows_with_a_rate_of_their_own(x):
+    with pyro.plate("components", 2):
+        b = pyro.sample("b", dist.Gamma(2.0, 1.0))
+    with pyro.plate("rows", len(x)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(2) / 2))
+        r = pyro.sample("r", dist.Gamma(2.0, b[z]))
+        pyro.sample("x", dist.Exponential(r * torch.tensor([1.0, 3.0])[z]), obs=x.abs())
+
+
+@pytest.mark.parametrize(
+    "model", [missing_cells, rows_with_a_value_of_their_own, rows_with_a_rate_of_their_own]
+)
+def test_a_mixture_whose_rows_have_latents_of_their_own_is_seeded(model):
+    x = torch.randn(40) + 8 * (torch.arange(40) % 2)
+    losses = []
+    for seeded in (True, False):
+        pyro.set_rng_seed(0)
+        guide = AutoCVI(model)
+        cvi = CVI(model, guide)
+        cvi._sweeper.seeded = seeded
+        losses.append(cvi.run(x, num_steps=300).losses[-1])
+        if seeded and model is not rows_with_a_rate_of_their_own:
+            p = guide.posterior("z").probs.argmax(-1)[torch.arange(40) % 5 != 0]
+            parity = (torch.arange(40) % 2)[torch.arange(40) % 5 != 0]
+            assert bool((p == parity).all() or (p == 1 - parity).all())
+    assert losses[0] <= losses[1] + 0.5
+
+
+def test_an_interrupted_restart_leaves_the_best_start_so_far():
+    left = [10**9]
+
+    def model(x):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        with pyro.plate("components", 3):
+            mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 5.0))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+            pyro.sample("x", dist.Normal(mu[z], 1.0), obs=x)
+
+    x = torch.randn(60) + 4 * (torch.arange(60) % 3)
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(x, num_restarts=3)
+    before = cvi.evaluate_loss(x)
+    for runs in (4, 8, 11):
+        left[0] = runs
+        with pytest.raises(KeyboardInterrupt):
+            cvi.run(x, num_restarts=5)
+        left[0] = 10**9
+        assert cvi.evaluate_loss(x) <= before + 1e-6
+
+
+@pytest.mark.parametrize("annealing", [3, (5.0,), (0.5, 3), (2.0, 100), ("hot", 2)])
+def test_a_schedule_that_is_none_is_refused(annealing):
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(CVIError, match="annealing is .*fewer steps than the 50"):
+        CVI(model, AutoCVI(model)).run(num_steps=50, annealing=annealing)

@@ -251,3 +251,15 @@ def test_a_decoder_is_trained_through_samples():
     ]
     assert min(moved) > 0.01
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_one_row_that_is_seen_column_by_column():
+    def model(y):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            for t in range(y.shape[1]):
+                pyro.sample(f"y_{t}", dist.Normal(mu, 1.0), obs=y[:, t])
+
+    guide = AutoCVI(model)
+    CVI(model, guide).step(torch.ones(1, 5))
+    assert float(guide.posterior("mu").loc) == pytest.approx(5 / 6)
