@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,13 +30,18 @@ from pyro_cvi.algebra.expression import (
     _squeeze,
     add,
     as_operands,
+    contract,
     expand,
     group,
     merge_operands,
     multiply,
     scale,
 )
+from pyro_cvi.algebra.moves import masked
 from pyro_cvi.linalg import broadcast_shapes
+
+_MOST_CELLS = 1 << 22
+"""Cells of an expression that are looked through for terms that never meet."""
 
 __all__ = [
     "clamp_link",
@@ -85,10 +91,66 @@ def power(e: Expression, p: float) -> Expression:
             return Expression(
                 e.shape, 0.0, (Term(term.coefficient**p, merge_operands(tuple(operands))),)
             )
+    by_cases = _by_cases(e, partial(power, p=p), f"pow({p:g})")
+    if by_cases is not None:
+        return by_cases
     if p == 2:
         whole = group(e)
         return Expression(e.shape, 0.0, (Term(1.0, (whole, whole)),))
     return link(f"pow({p:g})", _Power(p), e)
+
+
+def _by_cases(
+    e: Expression, function: Callable[[Expression], Expression], fallback: str
+) -> Expression | None:
+    """f(e) where every cell has at most one of the terms, as in `torch.stack([p, q])[which]`.
+
+    None where terms meet, or where f of a single term is no more than the link `fallback`.
+    """
+    if len(e.terms) < 2 or not all(_is_positive(t) for t in e.terms):
+        return None
+    count = torch.zeros((), dtype=torch.int8)
+    cases = []
+    for t in e.terms:
+        holes = [o for o in t.operands if isinstance(o, Const) and bool((o.tensor == 0).any())]
+        if not holes or t.contracted:
+            return None
+        here = contract([((o.tensor != 0).to(torch.int8), o.axes) for o in holes], e.ndim) != 0
+        count = count.to(here.device) + here
+        if count.numel() > _MOST_CELLS:
+            return None
+        filled = tuple(f for o in t.operands if (f := _without_zeros(o)) is not None)
+        value = function(Expression(e.shape, e.constant, (Term(t.coefficient, filled),)))
+        if any(isinstance(o, Link) and o.name == fallback for s in value.terms for o in s.operands):
+            return None
+        cases.append(masked(value, here))
+    if bool((count > 1).any()):
+        return None
+    nowhere = count == 0
+    if bool(nowhere.any()):
+        cases.append(masked(function(Expression(e.shape, e.constant)), nowhere))
+    result = cases[0]
+    for case in cases[1:]:
+        result = add(result, case)
+    return expand(result, e.shape)
+
+
+def _without_zeros(o: Operand) -> Operand | None:
+    """A constant with ones in place of its zeros; None if nothing but ones is left."""
+    if not isinstance(o, Const):
+        return o
+    tensor = torch.where(o.tensor == 0, torch.ones_like(o.tensor), o.tensor)
+    return None if bool((tensor == 1).all()) else Const(tensor, o.axes)
+
+
+def _is_positive(t: Term) -> bool:
+    """Whether a term's sites are positive, so that its powers and logs are those of its parts."""
+    return all(
+        isinstance(o, Const)
+        or (isinstance(o, Stat) and o.site.is_positive)
+        or (isinstance(o, Link) and o.name in ("exp", "sigmoid"))
+        for o in t.operands
+    )
 
 
 class _Power:
@@ -131,6 +193,9 @@ def log(e: Expression) -> Expression:
     probit = _normal_cdf(e)
     if probit is not None:
         return expand(probit, e.shape)
+    by_cases = _by_cases(e, log, "log")
+    if by_cases is not None:
+        return by_cases
     term = _monomial(e)
     if term is None or term.coefficient <= 0:
         return link("log", torch.log, e)
@@ -339,7 +404,8 @@ def log1p(e: Expression) -> Expression:
         return expand(complement, e.shape)
     if _monomial(one) is not None:  # log1p(-(1 - z)) = log z
         return log(one)
-    return link("log1p", torch.log1p, e)
+    by_cases = _by_cases(e, log1p, "log1p")
+    return link("log1p", torch.log1p, e) if by_cases is None else by_cases
 
 
 def sigmoid(e: Expression) -> Expression:
@@ -389,7 +455,8 @@ def clamp_link(e: Expression, low: float, high: float) -> Expression:
             return e
         if isinstance(o, Group) and _complement(o.expression) is not None:
             return e
-    return link("clamp", _Clamp(low, high), e)
+    by_cases = _by_cases(e, partial(clamp_link, low=low, high=high), "clamp")
+    return link("clamp", _Clamp(low, high), e) if by_cases is None else by_cases
 
 
 class _Clamp:

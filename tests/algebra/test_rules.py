@@ -8,8 +8,11 @@ from typing import Any
 import algebra_cases as cases
 import pytest
 import torch
+from algebra_cases import assert_same, at
+from torch import Tensor
 
-from pyro_cvi.algebra import LatentTensor, latent
+from pyro_cvi.algebra import LatentTensor, SiteRef, latent, site_expression
+from pyro_cvi.algebra.expression import Group, Link, Opaque
 from pyro_cvi.algebra.latent import rules
 
 NEEDS_A_GPU = {"cuda"}
@@ -101,3 +104,38 @@ def test_the_sum_over_a_simplex_site_is_the_constant_one() -> None:
     assert not isinstance(symbols.th.sum(-1), LatentTensor)
     assert not isinstance(symbols.th[torch.tensor([1, 0, 1])].sum(-1), LatentTensor)
     assert isinstance(symbols.th.T.sum(-1), LatentTensor)
+
+
+@pytest.mark.parametrize("name", ["log", "rsqrt", "square", "log1p", "power of a product"])
+def test_functions_of_sites_that_are_put_together_are_those_of_each(name: str) -> None:
+    functions = {
+        "log": torch.log,
+        "rsqrt": torch.rsqrt,
+        "square": torch.square,
+        "log1p": lambda x: torch.log1p(-0.5 * x / (0.5)),
+        "power of a product": lambda x: (3.0 * x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])) ** -0.5,
+    }
+    refs = {n: SiteRef(n, (), 0, "unit") for n in "pqr"}
+    point = {n: torch.tensor(v) for n, v in zip("pqr", (0.2, 0.5, 0.9), strict=True)}
+    which = torch.tensor([2, 0, 0, 1, 2])
+
+    def build(values: dict[str, Tensor]) -> Tensor:
+        return functions[name](torch.stack(list(values.values()))[which])
+
+    symbols = {n: LatentTensor.make(torch.tensor(0.4), site_expression(r)) for n, r in refs.items()}
+    e = build(symbols).expression
+    assert not any(isinstance(o, Link | Group | Opaque) for t in e.terms for o in t.operands)
+    assert_same(at(e, point), build(point))
+
+
+def test_where_terms_meet_a_function_is_not_split() -> None:
+    p, q = (
+        LatentTensor.make(torch.tensor(0.4), site_expression(SiteRef(n, (), 0, "positive")))
+        for n in "pq"
+    )
+    half = torch.tensor([1.0, 0.0, 1.0])
+    e = torch.log(p * half + q * half.flip(0)).expression  # the ends have both, the middle none
+    point = {"p": torch.tensor(0.3), "q": torch.tensor(2.0)}
+    expected = torch.log(0.3 * half + 2.0 * half.flip(0))
+    torch.testing.assert_close(at(e, point), expected)
+    assert any(isinstance(o, Link) for t in e.terms for o in t.operands)
