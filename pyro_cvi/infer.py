@@ -42,7 +42,8 @@ class RunResult:
     """What `CVI.run` did: the loss after each step, how many, and why it stopped.
 
     With several starts this is the best one's; `restarts` has the last loss of each, or where the loss
-    is an estimate the mean of its last tenth.
+    is an estimate the mean of its last tenth. `times` are the seconds from the start of the run (of this
+    start) to the end of each step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -51,6 +52,7 @@ class RunResult:
     reason: str = ""
     seconds: float = 0.0
     restarts: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
 
 class CVI:
@@ -276,6 +278,7 @@ class CVI:
     ) -> RunResult:
         result = RunResult(reason="num_steps reached")
         hot, cooling = annealing or (1.0, 0)
+        start = time.perf_counter()
         changes = False
         for i in range(num_steps):
             temperature = hot ** (1 - i / cooling) if i < cooling else 1.0
@@ -287,6 +290,7 @@ class CVI:
             loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
             changes = changes or (i > 0 and plan is not self.guide.prepared)
             result.losses.append(loss)
+            result.times.append(time.perf_counter() - start)
             result.num_steps += 1
             if bar is not None:
                 bar.set_postfix_str(f"loss {loss:.4f}, moved {self._moved:.1e} nats")

@@ -1,9 +1,11 @@
 """Tutorials run from top to bottom, and are committed with what they print."""
 
+import runpy
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 TUTORIALS = Path(__file__).resolve().parent.parent / "tutorials"
@@ -19,6 +21,20 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(TUTORIALS)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+
+
+def test_the_demo_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYRO_CVI_SMOKE", "1")
+    demo = runpy.run_path(str(TUTORIALS / "demo_a1a.py"))
+    picture = tmp_path / "demo.png"
+    monkeypatch.setitem(demo["main"].__globals__, "PICTURE", picture)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        demo["main"]()
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+    assert picture.stat().st_size > 10_000
 
 
 @each_notebook
