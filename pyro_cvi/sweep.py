@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared
@@ -364,7 +365,7 @@ class Sweeper:
     # --- the start ---------------------------------------------------------------------------------
 
     def narrow(self, evaluator: Evaluator) -> None:
-        """Narrow the start where exp overflows under its spread, or nearly does.
+        """Narrow the start where a density has no expectation under its spread, or exp nearly overflows.
 
         Nearly: E exp(f) = exp(m + v/2) may be finite and beyond any use, as Newton's steps undo about
         one nat of it each. The bound itself says which of two starts is better.
@@ -372,6 +373,8 @@ class Sweeper:
         if self.time > 0:
             return
         explosive = any("E exp" in h.reason for f in evaluator.plan.factors for h in f.how.values())
+        plan = evaluator.plan
+        inexact = {b.name for b in plan.blocks if not plan.is_exact(b)}
         elbo = evaluator.elbo()
         for _ in range(_NARROWINGS):
             finite = math.isfinite(elbo)
@@ -381,6 +384,10 @@ class Sweeper:
             for name, b in kept.items():
                 if isinstance(b, GaussianBelief):
                     evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))
+                elif not finite and isinstance(b, FamilyBelief) and name in inexact:
+                    narrow = concentrated(b.family, b.natural, 10.0)
+                    if narrow is not None:
+                        evaluator.set(name, FamilyBelief(b.family, narrow))
             narrower = evaluator.elbo()
             if finite and not narrower > elbo:
                 for name, b in kept.items():

@@ -35,6 +35,7 @@ from pyro_cvi.algebra.expression import (
     group,
     merge_operands,
     multiply,
+    negate,
     scale,
 )
 from pyro_cvi.algebra.moves import masked
@@ -46,6 +47,7 @@ _MOST_CELLS = 1 << 22
 __all__ = [
     "clamp_link",
     "exp",
+    "lgamma",
     "link",
     "log",
     "log1p",
@@ -406,6 +408,18 @@ def log1p(e: Expression) -> Expression:
         return log(one)
     by_cases = _by_cases(e, log1p, "log1p")
     return link("log1p", torch.log1p, e) if by_cases is None else by_cases
+
+
+def lgamma(e: Expression) -> Expression:
+    """log Gamma(e); of a positive monomial, log Gamma(1 + e) - log e: the pole at zero is then exact."""
+    term = _monomial(e)
+    if term is not None and term.coefficient > 0 and _is_positive(term):
+        return add(link("lgamma1p", _lgamma1p, e), negate(log(e)))
+    return link("lgamma", torch.lgamma, e)
+
+
+def _lgamma1p(x: Tensor) -> Tensor:
+    return torch.lgamma(1 + x)
 
 
 def sigmoid(e: Expression) -> Expression:

@@ -722,13 +722,18 @@ for _unary_name, _function in {
     "cos": torch.cos, "erf": torch.erf, "erfc": torch.erfc, "ndtr": torch.special.ndtr,
     "log_ndtr": torch.special.log_ndtr, "sinh": torch.sinh, "cosh": torch.cosh,
     "atan": torch.atan, "arctan": torch.atan, "abs": torch.abs, "absolute": torch.abs,
-    "expm1": torch.expm1, "lgamma": torch.lgamma, "gammaln": torch.lgamma,
+    "expm1": torch.expm1,
 "asinh": torch.asinh, "gelu": _F.gelu, "silu": _F.silu, "elu": _F.elu,
     "leaky_relu": _F.leaky_relu, "selu": _F.selu, "celu": _F.celu, "mish": _F.mish,
     "softsign": _F.softsign, "hardtanh": _F.hardtanh, "exp2": torch.exp2, "log2": torch.log2,
     "log10": torch.log10, "tan": torch.tan, "erfinv": torch.erfinv, "digamma": torch.digamma,
 }.items():  # fmt: skip
     _unary(_unary_name, _function)
+
+
+@register_rule("lgamma", "special_gammaln")
+def _lgamma(out: Tensor, x: Any) -> Expression:
+    return fn.lgamma(E(x))
 
 
 @register_rule("log_sigmoid")

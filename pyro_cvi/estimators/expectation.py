@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
 from pyro_cvi.estimators.products import Component, Piece, Product, bilinear, separated
 from pyro_cvi.estimators.quadrature import gaussian_expectation
 from pyro_cvi.estimators.statistics import Gather, Summed, summed
+from pyro_cvi.estimators.univariate import Points, family_expectation, has_rule
 
 __all__ = ["Expectation", "How", "compile_expectation"]
 
@@ -223,7 +225,9 @@ def _compile_component(
     if len(operands) == 1:
         (o,) = operands
         if isinstance(o, Stat) and not structure.is_gaussian(o.site.name):
-            return _statistic(o, structure, result)
+            statistic = _statistic(o, structure, result)
+            if statistic is not None:
+                return statistic
         if isinstance(o, Group):
             nested = _nested(o, structure, result, learn)
             if nested is not None:
@@ -352,7 +356,8 @@ class _Quadrature:
         return value.reshape(self.shape)
 
     def _cells(self, z: list[Tensor], index: Tensor | None) -> Tensor:
-        value = _nodes_value(self.whole, z, self.position, index)
+        nodes = {k: z[i] for k, i in self.position.items()}
+        value = _nodes_value(self.whole, _At(nodes, None, z[0], index))
         return value.expand(z[0].shape) if value.shape != z[0].shape else value
 
 
@@ -362,38 +367,80 @@ def _vector(value: Tensor | float, like: Tensor) -> Tensor:
     return value.expand(like.shape)
 
 
-def _nodes_value(
-    e: Expression, z: list[Tensor], position: dict[int, int], index: Tensor | None
-) -> Tensor:
+class _FamilyQuadrature:
+    """E g(x) cell by cell, where each cell sees one scalar of a Gamma, inverse Gamma or Beta site."""
+
+    def __init__(
+        self, whole: Expression, stat: Stat, structure: Structure, axes: Axes,
+        shape: tuple[int, ...], learn: bool,
+    ) -> None:  # fmt: skip
+        self.whole, self.axes, self.shape, self.learn = whole, axes, shape, learn
+        self.site = stat.site.name
+        self.family = structure.family[self.site]
+        self.index = stat.index.reshape(-1)
+        self.cells = whole.shape[0] if whole.shape else 1
+
+    def __call__(self, moments: Moments) -> Tensor:
+        means = moments.other[self.site]
+        natural = moments.natural.get(self.site)
+        if natural is None:
+            natural = self.family.to_natural(tuple(m.detach() for m in means))
+        value = family_expectation(
+            self.family,
+            [n.reshape(-1)[self.index] for n in natural],
+            [m.reshape(-1)[self.index] for m in means],
+            self._cells,
+            self.cells,
+            differentiate_constants=self.learn,
+        )
+        return value.reshape(self.shape)
+
+    def _cells(self, points: Points, index: Tensor | None) -> Tensor:
+        return _nodes_value(self.whole, _At({}, points, points.x, index))
+
+
+class _At(NamedTuple):
+    """Quadrature nodes (nodes, cells): of predictors by their id, or of one scalar's statistics."""
+
+    predictors: dict[int, Tensor]
+    scalar: Points | None
+    like: Tensor
+    cells: Tensor | None
+
+
+def _nodes_value(e: Expression, at: _At) -> Tensor:
     """A one-axis expression at quadrature nodes, for the selected cells: (nodes, cells)."""
-    if id(e) in position:
-        return z[position[id(e)]]
+    if id(e) in at.predictors:
+        return at.predictors[id(e)]
     total: Tensor | None = None
     for t in e.terms:
         value: Tensor | None = None
         for o in t.operands:
-            factor = _nodes_operand(o, z, position, index)
+            factor = _nodes_operand(o, at)
             value = factor if value is None else value * factor
         assert value is not None
         value = value if t.coefficient == 1 else value * t.coefficient
         total = value if total is None else total + value
     constant = e.constant
-    if isinstance(constant, Tensor) and index is not None and constant.numel() > 1:
-        constant = constant[index]
+    if isinstance(constant, Tensor) and at.cells is not None and constant.numel() > 1:
+        constant = constant[at.cells]
     if total is None:
-        return constant if isinstance(constant, Tensor) else z[0].new_tensor(constant)
+        return constant if isinstance(constant, Tensor) else at.like.new_tensor(constant)
     return total + constant if e.has_constant else total
 
 
-def _nodes_operand(
-    o: Operand, z: list[Tensor], position: dict[int, int], index: Tensor | None
-) -> Tensor:
+def _nodes_operand(o: Operand, at: _At) -> Tensor:
     if isinstance(o, Const):
-        return o.tensor[index] if o.axes and index is not None else o.tensor
+        return o.tensor[at.cells] if o.axes and at.cells is not None else o.tensor
     if isinstance(o, Group):
-        return _nodes_value(o.expression, z, position, index)
+        return _nodes_value(o.expression, at)
     if isinstance(o, Link):
-        return o.function(*(_nodes_value(a, z, position, index) for a in o.arguments))
+        return o.function(*(_nodes_value(a, at) for a in o.arguments))
+    if isinstance(o, Stat) and at.scalar is not None:
+        kind, power = o.statistic
+        if kind == "log":
+            return at.scalar.log
+        return at.scalar.log1m if kind == "log1m" else at.scalar.power(power)
     raise AssertionError("a predictor was not recognised")
 
 
@@ -413,6 +460,13 @@ def _quadrature(
             result.note(sites, "quadrature", "closed form of E exp, not conjugate")
             return closed
     flat = move(whole, _flatten_cells)
+    one = _one_scalar(flat, structure)
+    if one is not None:
+        names = ", ".join(sorted({o.name for o in _leaves(whole) if isinstance(o, Link)}))
+        family = structure.family[one.site.name].name
+        what = f"a function ({names})" if names else "a power"
+        result.note(whole.sites, "quadrature", f"{what} of one {family} scalar")
+        return _FamilyQuadrature(flat, one, structure, axes, shape, learn)
     found: list[tuple[Expression, Affine]] = []
     canonical = _find_predictors(flat, structure, found)
     if canonical is None or not 1 <= len(found) <= 2:
@@ -422,6 +476,33 @@ def _quadrature(
     reason = f"a function ({names}) of {count}" if names else f"a polynomial of {count}"
     result.note(whole.sites, "quadrature", reason)
     return _Quadrature(canonical, found, structure, axes, shape, learn)
+
+
+def _one_scalar(flat: Expression, structure: Structure) -> Stat | None:
+    """The statistic through which every cell sees the same one scalar, if that is all it sees."""
+    if any(t.contracted for t in _terms(flat)):
+        return None
+    stats = [o for o in _leaves(flat) if isinstance(o, Stat)]
+    if not stats or len({o.site.name for o in stats}) > 1:
+        return None
+    name = stats[0].site.name
+    if structure.is_gaussian(name) or not has_rule(structure.family[name]):
+        return None
+    wide = max(stats, key=lambda o: o.index.numel())
+    if all(bool((o.index == wide.index).all()) for o in stats):
+        return wide
+    return None
+
+
+def _terms(e: Expression) -> list[Term]:
+    """All terms of an expression and of those inside of it."""
+    result = list(e.terms)
+    for o in _leaves(e):
+        if isinstance(o, Group):
+            result += o.expression.terms
+        elif isinstance(o, Link):
+            result += [t for a in o.arguments for t in a.terms]
+    return result
 
 
 def _flatten_cells(x: Tensor) -> Tensor:

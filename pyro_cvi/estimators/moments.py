@@ -86,11 +86,13 @@ class Structure:
 class Moments:
     """Mean parameters of all blocks: (loc, cov) of Gaussian blocks, E_q[T] of the other sites.
 
-    Shapes: loc (B, d), cov (B, d, d); statistics as in the family, site shape first.
+    Shapes: loc (B, d), cov (B, d, d); statistics as in the family, site shape first. `natural` are the
+    natural parameters of other sites, where they are known.
     """
 
     gaussian: dict[str, tuple[Tensor, Tensor]]
     other: dict[str, tuple[Tensor, ...]]
+    natural: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _pooled: dict[Pool, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _diagonal: dict[str, Tensor] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ from pyro_cvi.families.beta import BETA as BETA
 from pyro_cvi.families.beta import Beta as Beta
 from pyro_cvi.families.categorical import CATEGORICAL as CATEGORICAL
 from pyro_cvi.families.categorical import Categorical as Categorical
+from pyro_cvi.families.concentrate import concentrated as concentrated
 from pyro_cvi.families.dirichlet import DIRICHLET as DIRICHLET
 from pyro_cvi.families.dirichlet import Dirichlet as Dirichlet
 from pyro_cvi.families.family import AbstractFamily as AbstractFamily

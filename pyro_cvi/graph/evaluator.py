@@ -18,16 +18,19 @@ from pyro_cvi.estimators import Moments
 from pyro_cvi.estimators.statistics import Summed
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
 from pyro_cvi.linalg import broadcast_shapes, matvec
-from pyro_cvi.updates import Belief, GaussianBelief
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["Evaluator", "moments_of"]
 
 Leaves = dict[str, tuple[Tensor, ...]]
 
 
-def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, Leaves]:
-    """Moments of all sites, and the probabilities of the discrete blocks, from the blocks' leaves."""
-    gaussian, other = {}, {}
+def moments_of(plan: Plan, leaves: Leaves, beliefs: Mapping[str, Belief]) -> tuple[Moments, Leaves]:
+    """Moments of all sites, and the probabilities of the discrete blocks, from the blocks' leaves.
+
+    The leaves are those of `beliefs`, or near them.
+    """
+    gaussian, other, natural = {}, {}, {}
     probabilities: Leaves = {}
     for block in plan.blocks:
         values = leaves[block.name]
@@ -37,7 +40,10 @@ def moments_of(plan: Plan, leaves: Leaves) -> tuple[Moments, Leaves]:
             probabilities[block.name] = values
         else:
             other[block.sites[0]] = values
-    return Moments(gaussian, other), probabilities
+            belief = beliefs[block.name]
+            assert isinstance(belief, FamilyBelief)
+            natural[block.sites[0]] = belief.natural
+    return Moments(gaussian, other, natural), probabilities
 
 
 class Evaluator:
@@ -91,7 +97,7 @@ class Evaluator:
     def _now(self) -> tuple[Moments, Leaves]:
         """Moments and probabilities at the present leaves, with their graph."""
         if self._moments is None:
-            self._moments = moments_of(self.plan, self.leaves)
+            self._moments = moments_of(self.plan, self.leaves, self.beliefs)
         return self._moments
 
     def factor(self, f: CompiledFactor) -> Tensor:
@@ -130,7 +136,7 @@ class Evaluator:
         """The expected log density of every state, from tables of E_q[log p]."""
         if self._plain is None:
             leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
-            self._plain = moments_of(self.plan, leaves)[0]
+            self._plain = moments_of(self.plan, leaves, self.beliefs)[0]
         result: list[Tensor | None] = [None] * len(self.leaves[block.name])
         for f in self._factors[block.name]:
             if inside is not None and inside not in f.plates:

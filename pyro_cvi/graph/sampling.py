@@ -167,7 +167,7 @@ class Sampler:
         factors = compile_factors(
             symbolic, self.plan.blocks, self.plan.structure.fresh(), stacked=False
         )
-        moments, probabilities = moments_of(self.plan, evaluator.leaves)
+        moments, probabilities = moments_of(self.plan, evaluator.leaves, evaluator.beliefs)
         total = torch.zeros(())
         for f in factors:
             total = f(moments, probabilities) + total

@@ -244,11 +244,11 @@ def test_statistics_of_a_family_are_read_from_its_mean_parameters(name: str) -> 
 
 def test_what_is_no_statistic_is_sampled_with_a_reason() -> None:
     for f in (
-        torch.exp,
-        torch.sqrt,
-        lambda x: x**2,
-        lambda x: torch.lgamma(x),
-        lambda x: (1 + x).log(),
+        lambda x: x.sum().exp(),
+        lambda x: (x[0] + x[1]).sqrt(),
+        lambda x: (x[0] + 2 * x[1:]) ** 2,
+        lambda x: torch.lgamma(x[0] + x[1]),
+        lambda x: (1 + x @ x).log(),
     ):
         x, s = other(GAMMA, "positive", (4,))
         how = compile_expectation(expression_of(f(x)), s).how["x"]

@@ -129,7 +129,7 @@ def test_statistics_give_the_value_and_the_gradient_of_the_cells(model):
     e = evaluator_of(model)
     for f in e.plan.factors:
         value = e.factor(f)
-        moments, probabilities = moments_of(e.plan, e.leaves)
+        moments, probabilities = moments_of(e.plan, e.leaves, e.beliefs)
         direct = f(moments, probabilities)
         torch.testing.assert_close(value, direct, atol=1e-9, rtol=1e-9)
         leaves = [x for b in e.plan.blocks if not b.is_discrete for x in e.leaves[b.name]]
@@ -149,7 +149,7 @@ def test_messages_to_discrete_blocks_are_gradients_in_their_probabilities(model)
     for block in e.plan.blocks:
         if e.plan.latents[block.sites[0]].support is None:
             continue
-        moments, probabilities = moments_of(e.plan, e.leaves)
+        moments, probabilities = moments_of(e.plan, e.leaves, e.beliefs)
         total = sum(f(moments, probabilities) for f in e.plan.factors_of(block.name))
         expected = torch.autograd.grad(total, e.leaves[block.name])
         for mine, other in zip(e.message(block), expected, strict=True):
@@ -228,7 +228,7 @@ def test_large_squares_are_taken_apart_and_products_of_blocks_contracted():
     """The fast paths are in use: no component of a mixture has rows, states and coordinates."""
     for model, most in ((diagonal_mixture, 2000 * 4), (factor_analysis, 500 * 12)):
         e = evaluator_of(model)
-        moments, _ = moments_of(e.plan, e.leaves)
+        moments, _ = moments_of(e.plan, e.leaves, e.beliefs)
         (likelihood,) = [f for f in e.plan.factors if f.name == "x"]
         parts = [c for _, _, components in likelihood.expectation.terms for c in components]
         assert not any(isinstance(c, Product) for c in parts)

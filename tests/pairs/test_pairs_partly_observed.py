@@ -22,8 +22,7 @@ IMPUTED = {
     for n in [*CANONICAL, "gamma-inverse_gamma_rate", "inverse_gamma-gamma_scale"]
     if PAIRS[n].missing is not None or PAIRS[n].finite is not None
 }
-REFUSED = ("beta-geometric", "beta-negative_binomial", "dirichlet-multinomial", "gamma-poisson",
-           "gamma-log_normal[tau.rsqrt()]", "normal-log_normal[z]")  # fmt: skip
+REFUSED = ("beta-geometric", "beta-negative_binomial", "dirichlet-multinomial", "gamma-poisson")
 
 
 def hidden(x, keep, event_dim):
@@ -100,11 +99,32 @@ def test_missing_cells_are_imputed_as_mean_field_has_it(pair, structure, dtype):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_missing_value_without_a_posterior_family_is_refused_by_name(name):
-    """A count without bound, or a LogNormal, has no posterior family yet; the error says so."""
+    """A count without bound has no posterior family; the error says so."""
     pair = PAIRS[name]
     model, _ = one_plate(pair, pair.data((6,)), LINE)
     with pytest.raises(CVIError, match="x_unobserved"):
         CVI(model, AutoCVI(model)).step()
+
+
+def test_missing_log_normal_values_are_the_gaussian_of_their_logarithms():
+    """A latent location, in one block with the missing logs: its posterior is that of the seen ones."""
+    x = torch.tensor([0.5, 1.0, 2.0, 4.0])
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 4):
+            seen = torch.tensor([True, False, True, True])
+            pyro.sample("x", dist.LogNormal(z, 0.5), obs=x, obs_mask=seen)
+
+    guide, cvi, _ = fit_to_the_end(model)
+    precision = 1 + 3 * 4.0
+    mean = 4 * float(x[[0, 2, 3]].log().sum()) / precision
+    q = guide.posterior("z")
+    assert float(q.loc) == pytest.approx(mean, abs=1e-9)
+    assert float(q.scale) == pytest.approx(precision**-0.5, rel=1e-9)
+    u = guide.posterior("x_unobserved").base_dist
+    assert float(u.loc[1]) == pytest.approx(mean, abs=1e-9)
+    assert float(u.scale[1]) == pytest.approx((1 / precision + 0.25) ** 0.5, rel=1e-9)
 
 
 def test_all_cells_observed_is_the_exact_posterior():
