@@ -6,7 +6,8 @@
 - Minibatches: the local blocks take their steps first; then the others take rho = 1 with the messages of
   all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone. The latter
   also serves streams, whose rows have no identity, and messages that depend on the posterior where the
-  batches of a pass are not those of the pass before: shares of old ones are then too noisy.
+  batches of a pass are not those of the pass before: shares of old ones are then too noisy. At the end
+  of a pass that held every element once there are none, and exact messages take a full step again.
 
 References: M. E. Khan, W. Lin (2017), arXiv 1703.04265, algorithms 1 and 2; M. D. Hoffman et al. (2013),
 Stochastic variational inference, JMLR 14, for the order of local and global steps.
@@ -209,9 +210,6 @@ class Sweeper:
             return
         plate = _only(prepared)
         alone = all(f.blocks == {block.name} for f in evaluator.factors(block) if plate in f.plates)
-        if memory.is_mixed and not (exact and alone):
-            self.noisy(evaluator, block, None, rate)
-            return
         scale = prepared.parts[plate].scale
         belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
         whole, inside = evaluator.message(block), evaluator.message(block, plate)
@@ -220,7 +218,10 @@ class Sweeper:
             or_zeros(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
         )
         gradient = memory.put(block.name, belief, batch, rest)
-        self._take(evaluator, block, list(gradient), 1.0 if exact else _DAMPED)
+        if memory.is_mixed and not (exact and (alone or memory.is_whole)):
+            self.noisy(evaluator, block, None, rate)
+        else:
+            self._take(evaluator, block, list(gradient), 1.0 if exact else _DAMPED)
 
     # --- one block ---------------------------------------------------------------------------------
 
@@ -301,7 +302,7 @@ class Sweeper:
         if sampled is not None:
             sampled = [None if g is None else g / evaluator.temperature for g in sampled]
             gradient = [sum_gradients(a, b) for a, b in zip(gradient, sampled, strict=True)]
-            if isinstance(belief, GaussianBelief) and sampled[0] is not None:
+            if sampled[0] is not None:
                 self._keep_control(block.name, belief, sampled, rho)
         self._take(evaluator, block, gradient, rho)
 
@@ -311,15 +312,14 @@ class Sweeper:
             evaluator.set(block.name, moved)
             self._count(block.name, step)
 
-    def _keep_control(
-        self, name: str, belief: GaussianBelief, sampled: Gradient, rho: float
-    ) -> None:
-        g_loc, g_cov = sampled
-        assert g_loc is not None and g_cov is not None
-        new = (g_loc - 2 * (g_cov @ belief.loc.unsqueeze(-1)).squeeze(-1), g_cov)
+    def _keep_control(self, name: str, belief: Belief, sampled: Gradient, rho: float) -> None:
+        new = tuple(or_zeros(g, like) for g, like in zip(sampled, belief.tensors, strict=True))
+        if isinstance(belief, GaussianBelief):
+            g_loc, g_cov = new
+            new = (g_loc - 2 * (g_cov @ belief.loc.unsqueeze(-1)).squeeze(-1), g_cov)
         old = self.control.get(name)
         if old is not None:
-            new = tuple(o + rho * (n - o) for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
+            new = tuple(o + rho * (n - o) for o, n in zip(old, new, strict=True))
         self.control[name] = new
 
     def _count(self, name: str, step: Step) -> None:

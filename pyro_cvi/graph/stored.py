@@ -107,6 +107,12 @@ class SiteMessages:
         self._owner[index] = self._current
         self._slots[self._current] = _Slot(len(index), len(index))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stored messages are those of one pass over all elements, each seen once."""
+        whole = all(slot.live == slot.count for slot in self._slots.values())
+        return whole and self._covered == self.full
+
     def undo(self) -> None:
         """Forget the batch that was begun last."""
         if self._undo is not None:
