@@ -31,6 +31,7 @@ from pyro_cvi.algebra.expression import (
     Stat,
     Statistic,
     Term,
+    add,
     contract,
     merge_operands,
     opaque_parts,
@@ -241,6 +242,11 @@ def _compile_component(
             inside = {s for s in sites if structure.block[s] in coupled}
             result.note(inside, "quadrature", "closed form, but it joins elements held independent")
         return exact
+    tilted = _tilted(operands, structure)
+    if tilted is not None:
+        sites = frozenset().union(*(o.sites for o in operands))
+        result.note(sites, "quadrature", "closed form of E exp times a product, not conjugate")
+        return tilted
     return _quadrature(operands, structure, result, learn)
 
 
@@ -321,6 +327,72 @@ class _ExpMean:
     def __call__(self, moments: Moments) -> Tensor:
         half = 0.5 * self.affine.variance(moments)
         return (self.affine.mean(moments) + half).exp().expand(self.shape)
+
+
+class _Tilted:
+    """E e^f g h = E e^f ((E g + Cov(f, g)) (E h + Cov(f, h)) + Cov(g, h)), jointly Gaussian."""
+
+    def __init__(
+        self, exponent: Affine, factors: list[Affine], axes: Axes, shape: tuple[int, ...]
+    ) -> None:
+        self.exponent, self.factors, self.axes, self.shape = exponent, factors, axes, shape
+        self.cross = [Covariance(exponent, g) for g in factors]
+        self.between = Covariance(*factors) if len(factors) == 2 else None
+
+    def __call__(self, moments: Moments) -> Tensor:
+        half = 0.5 * self.exponent.variance(moments)
+        value = (self.exponent.mean(moments) + half).exp()
+        moved = [
+            g.mean(moments) + c(moments) for g, c in zip(self.factors, self.cross, strict=True)
+        ]
+        if len(moved) == 1:
+            value = value * moved[0]
+        elif self.between is not None:
+            value = value * (moved[0] * moved[1] + self.between(moments))
+        return value.expand(self.shape)
+
+
+def _tilted(operands: list[Operand], structure: Structure) -> Component | None:
+    """exp of an affine predictor, or several, times one or two affine ones."""
+    exps = [o for o in operands if isinstance(o, Link) and o.name == "exp"]
+    others = [o for o in operands if o not in exps]
+    if not exps or len(others) > 2 or len(operands) == 1:
+        return None
+    axes = tuple(sorted({a for o in operands for a in o.axes}))
+    shape = _sizes(operands, axes)
+    exponent = _argument_cells(exps[0], axes, shape)
+    for o in exps[1:]:
+        exponent = add(exponent, _argument_cells(o, axes, shape))
+    try:
+        f = compile_affine(exponent, structure)
+        factors = [compile_affine(_as_cells(o, axes, shape), structure) for o in others]
+    except NotAffine:
+        return None
+    if all(_is_gaussian(a) for a in (f, *factors)):
+        return _Tilted(f, factors, axes, shape)
+    return None
+
+
+def _is_gaussian(affine: Affine) -> bool:
+    """Whether an affine expression is a Gaussian, and no product of independent ones."""
+    terms = affine.expression.terms
+    return all(sum(isinstance(o, Stat) for o in t.operands) == 1 for t in terms)
+
+
+def _argument_cells(o: Link, axes: Axes, shape: tuple[int, ...]) -> Expression:
+    """The argument of a one-argument link as an expression over cells."""
+    (e,) = o.arguments
+    order = {a: i - len(axes) for i, a in enumerate(axes)}
+    renamed = {i - len(o.shape): order[a] for i, a in enumerate(o.axes)}
+    constant = e.constant
+    if isinstance(constant, Tensor) and constant.ndim:
+        wide = constant.expand(o.shape)
+        kept = sorted(range(len(o.axes)), key=lambda i: order[o.axes[i]])
+        view = [1] * len(axes)
+        for i, a in enumerate(o.axes):
+            view[order[a]] = o.shape[i]
+        constant = wide.permute(kept).reshape(view)
+    return Expression(shape, constant, tuple(t.relabelled(renamed) for t in e.terms))
 
 
 class _Quadrature:
@@ -513,23 +585,11 @@ def _closed_form(
     o: Link, axes: Axes, shape: tuple[int, ...], structure: Structure
 ) -> Component | None:
     try:
-        mapping = {i - len(o.shape): a for i, a in enumerate(o.axes)}
-        order = {a: i - len(axes) for i, a in enumerate(axes)}
-        e = o.arguments[0]
-        renamed = {k: order[v] for k, v in mapping.items()}
-        constant = e.constant
-        if isinstance(constant, Tensor) and constant.ndim:
-            permutation = [o.axes.index(a) for a in axes]
-            constant = constant.expand(o.shape).permute(permutation)
-        cells = Expression(shape, constant, tuple(t.relabelled(renamed) for t in e.terms))
-        affine = compile_affine(cells, structure)
-        if len(affine.expression.terms) and all(
-            len([p for p in t.operands if isinstance(p, Stat)]) == 1
-            for t in affine.expression.terms
-        ):
-            return _ExpMean(affine, axes, shape)
+        affine = compile_affine(_argument_cells(o, axes, shape), structure)
     except NotAffine:
-        pass
+        return None
+    if affine.expression.terms and _is_gaussian(affine):
+        return _ExpMean(affine, axes, shape)
     return None
 
 
@@ -648,7 +708,11 @@ def _same_operand(p: Operand, q: Operand) -> bool:
     if isinstance(p, Const) and isinstance(q, Const):
         return _same_value(p.tensor, q.tensor)
     if isinstance(p, Stat) and isinstance(q, Stat):
-        return p.site is q.site and p.statistic == q.statistic and _same_value(p.index, q.index)
+        return (
+            p.site.name == q.site.name
+            and p.statistic == q.statistic
+            and _same_value(p.index, q.index)
+        )
     return False
 
 

@@ -157,6 +157,12 @@ POLYNOMIALS: dict[str, Function] = {
 LINKS: dict[str, Function] = {
     "exp": lambda k: torch.exp(k.X @ k.w + k.u),
     "exp times data": lambda k: k.y * (k.X @ k.w) - torch.exp(k.X @ k.w),
+    "a scale times a site": lambda k: (k.y - k.u - torch.exp(k.w[0]) * k.w[1]) ** 2,
+    "a scale times a predictor": lambda k: (k.y - torch.exp(k.u) * (k.X @ k.w + 1)) ** 2,
+    "a scale of another block": lambda k: (k.y[:2] - k.u - torch.exp(k.v) * k.w) ** 2,
+    "two scales": lambda k: torch.exp(k.w[0]) * torch.exp(-k.u) * (k.w[1] - k.d) * (k.u + k.d),
+    "a scale, transposed": lambda k: (torch.exp(k.w)[:, None] * k.u - k.Y).square().T * k.d,
+    "a precision with a square": lambda k: torch.exp(-2 * k.u) * (k.y - k.X @ k.w - k.u) ** 2,
     "softplus": lambda k: k.y * (k.X @ k.w + k.u) - F.softplus(k.X @ k.w + k.u),
     "sigmoid of a site": lambda k: torch.sigmoid(k.w),
     "probit": lambda k: torch.log(0.5 * torch.erfc(k.u - k.w)),

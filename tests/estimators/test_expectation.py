@@ -92,6 +92,7 @@ ON_PLATES: dict[str, cases.Function] = {
     "softplus of a predictor": lambda k: torch.nn.functional.softplus(k.Z @ k.w + k.u),
     "exp": lambda k: torch.exp(k.w + k.u - k.w[0]),
     "two predictors": lambda k: torch.sigmoid(k.w) * torch.tanh(k.u),
+    "a scale times an effect": lambda k: (k.y - k.w[0] - torch.exp(k.w) * k.u) ** 2,
 }  # fmt: skip
 
 

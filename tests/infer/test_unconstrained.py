@@ -331,3 +331,50 @@ def test_dtypes_are_kept(dtype, y):
     )
     assert guide.median()["s"].dtype == dtype
     assert float(guide.median()["s"]) == pytest.approx(float(y.square().mean().sqrt()), rel=0.05)
+
+
+# --- eight schools ---------------------------------------------------------------------------------
+
+EFFECTS = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0], dtype=torch.float64)
+ERRORS = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0], dtype=torch.float64)
+
+
+def schools(effects, errors):
+    """Non-centred: the scale times the effect is a product of an exp and a Gaussian of one block."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("schools", 8):
+        eta = pyro.sample("eta", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mu + tau * eta, errors), obs=effects)
+
+
+def exact_schools():
+    """Means and standard deviations of mu and eta, by integration over (mu, log tau)."""
+    mu, log_tau = torch.meshgrid(
+        torch.linspace(-20, 30, 501), torch.linspace(-8, 5, 501), indexing="ij"
+    )
+    tau = log_tau.exp()
+    v = tau[..., None] ** 2 + ERRORS**2
+    log_p = dist.Normal(0.0, 5.0).log_prob(mu) + dist.HalfCauchy(5.0).log_prob(tau) + log_tau
+    log_p = log_p + dist.Normal(mu[..., None], v.sqrt()).log_prob(EFFECTS).sum(-1)
+    w = (log_p - log_p.logsumexp((0, 1))).exp()
+    m = (EFFECTS - mu[..., None]) / v * tau[..., None]
+    second = 1 - tau[..., None] ** 2 / v + m**2
+    mean = (w[..., None] * m).sum((0, 1))
+    sd = ((w[..., None] * second).sum((0, 1)) - mean**2).sqrt()
+    mu_mean = (w * mu).sum()
+    return (mu_mean, ((w * mu**2).sum() - mu_mean**2).sqrt()), (mean, sd)
+
+
+def test_eight_schools_without_centring_is_fitted_without_sampling():
+    guide = AutoCVI(schools)
+    result = CVI(schools, guide).run(EFFECTS, ERRORS, num_steps=200)
+    assert not guide.plan.sampled_sites()
+    assert result.converged and result.num_steps < 60
+    assert all(b <= a + 1e-9 for a, b in zip(result.losses, result.losses[1:], strict=False))
+    (mean, sd), (eta_mean, eta_sd) = exact_schools()
+    mu, eta = guide.posterior("mu"), guide.posterior("eta")
+    assert float(mu.mean) == pytest.approx(float(mean), abs=0.1 * float(sd))
+    assert float(mu.stddev) == pytest.approx(float(sd), rel=0.1)
+    assert float(((eta.mean - eta_mean) / eta_sd).abs().max()) < 0.1
+    torch.testing.assert_close(eta.stddev, eta_sd, rtol=0.1, atol=0)
