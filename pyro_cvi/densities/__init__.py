@@ -7,5 +7,6 @@ from pyro_cvi.densities.registry import log_density as log_density
 from pyro_cvi.densities.registry import plain_log_prob as plain_log_prob
 from pyro_cvi.densities.registry import registered_densities as registered_densities
 from pyro_cvi.densities.registry import sites_inside as sites_inside
+from pyro_cvi.densities.registry import unexpanded as unexpanded
 
 del _continuous, _discrete

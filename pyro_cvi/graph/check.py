@@ -10,8 +10,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import Expression, opaque, opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
-from pyro_cvi.densities import plain_log_prob
+from pyro_cvi.densities import plain_log_prob, unexpanded
 from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = [
@@ -37,32 +39,32 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-4}
 
 def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
     """log p of every factor in a plain run, before scale and mask."""
-    values = {}
-    for name, site in trace.nodes.items():
-        if is_factor_site(site):
-            with torch.no_grad():
-                fn, value = site["fn"], site["value"]
-                if hasattr(fn, "log_factor"):
-                    values[name] = fn.log_factor
-                    continue
-                if isinstance(site["mask"], Tensor) and not bool(site["mask"].any()):
-                    values[name] = torch.zeros(fn.batch_shape)  # nothing of it counts
-                    continue
-                if site["is_observed"] and isinstance(site["mask"], Tensor):
-                    value = fill_masked(value, site["mask"], fn)
-                try:
-                    values[name] = plain_log_prob(fn, value)
-                except Exception as error:
-                    error.last_site = name  # type: ignore[attr-defined]
-                    raise
-    return values
+    return {n: _factor_value(n, s) for n, s in trace.nodes.items() if is_factor_site(s)}
 
 
-def fingerprint(trace: poutine.Trace, values: Mapping[str, Tensor]) -> tuple[Any, ...]:
+@torch.no_grad()
+def _factor_value(name: str, site: Any) -> Tensor:
+    fn, value = site["fn"], site["value"]
+    if hasattr(fn, "log_factor"):
+        result: Tensor = fn.log_factor
+        return result
+    if isinstance(site["mask"], Tensor) and not bool(site["mask"].any()):
+        return torch.zeros(fn.batch_shape)  # nothing of it counts
+    if site["is_observed"] and isinstance(site["mask"], Tensor):
+        value = fill_masked(value, site["mask"], fn)
+    try:
+        return plain_log_prob(fn, value)
+    except Exception as error:
+        error.last_site = name  # type: ignore[attr-defined]
+        raise
+
+
+def fingerprint(trace: poutine.Trace) -> tuple[Any, ...]:
     """What must be the same for a plan to hold.
 
-    Per factor: whether it is observed, its density cell by cell, its data, scale and mask. Sums would
-    not do: permuted rows have the same.
+    Per factor: whether it is observed, its law, its data, scale and mask. The law is the parameters of a
+    distribution that has no others, else its density cell by cell; sums would not do, for permuted rows
+    have the same. A table over states, rows and columns is thus never formed.
     """
     entries = []
     for name, site in trace.nodes.items():
@@ -72,13 +74,51 @@ def fingerprint(trace: poutine.Trace, values: Mapping[str, Tensor]) -> tuple[Any
                 (
                     name,
                     site["is_observed"],
-                    _digest(values[name]),
+                    law if (law := _law(site["fn"])) else _digest(_factor_value(name, site)),
                     _digest(data),
                     _digest(site["scale"]),
                     _digest(site["mask"]),
                 )
             )
     return tuple(entries)
+
+
+_PARAMETERS = ("_param", "_unbroadcasted_scale_tril")
+"""What stands for `probs` or `logits`, and for the matrix of a distribution."""
+
+
+def _law(fn: Any) -> tuple[Any, ...] | None:
+    """The class and parameters of one of torch's or Pyro's own distributions with a rule, else None."""
+    inner: Any = None
+    if isinstance(fn, torch.distributions.Independent):
+        inner = fn.base_dist, fn.reinterpreted_batch_ndims
+    elif isinstance(fn, dist.ExpandedDistribution):
+        inner = fn.base_dist, tuple(fn.batch_shape)
+    if inner is not None:
+        base = _law(inner[0])
+        return None if base is None else (type(fn).__name__, inner[1], base)
+    if hasattr(fn, "log_factor") or type(fn) not in _plain_classes():
+        return None
+    held = fn.__dict__
+    both = "_param" in held
+    names = [n for n in fn.arg_constraints if n in held and not (both and n in ("probs", "logits"))]
+    if "_unbroadcasted_scale_tril" in held:
+        names = [n for n in names if n in ("loc", "df")]
+    found = {n: held[n] for n in (*names, *_PARAMETERS) if n in held}
+    if not found or not all(isinstance(v, Tensor) for v in found.values()):
+        return None
+    laws = tuple((n, tuple(v.shape), _digest(unexpanded(v))) for n, v in found.items())
+    return type(fn).__name__, tuple(fn.batch_shape), laws
+
+
+@lru_cache(maxsize=1)
+def _plain_classes() -> frozenset[type]:
+    """Distributions that are what their tensors say, and nothing else."""
+    names = (
+        "Normal", "LogNormal", "MultivariateNormal", "Gamma", "InverseGamma", "Beta", "Dirichlet",
+        "Exponential", "Bernoulli", "Categorical", "Poisson", "Wishart",
+    )  # fmt: skip
+    return frozenset(getattr(dist, n) for n in names if hasattr(dist, n))
 
 
 def _digest(x: Any) -> Any:

@@ -94,7 +94,7 @@ class Prepared:
                 trace = plain_trace(model, args, kwargs, self.point)
                 if trace.changed:  # another minibatch
                     return False
-                key = fingerprint(trace, factor_values(trace))
+                key = fingerprint(trace)
         except Exception:
             return False
         return _same(key, self.fingerprint)
@@ -166,7 +166,7 @@ def prepare(
         nesting,
         call.subsample,
         {**point, **call.subsample},
-        fingerprint(near, factor_values(near)),
+        fingerprint(near),
         trace,
         *found,
     )
@@ -183,12 +183,12 @@ def is_stream(
     if not drawn:
         return False
     values = {n: prepared.trace.nodes[n]["value"] for n in prepared.plan.latents}
-    before = fingerprint(prepared.trace, factor_values(prepared.trace))
+    before = fingerprint(prepared.trace)
     for i in range(1, _TRIES + 1):
         others = {p.name: (prepared.window[p.name] + i * p.size) % p.full for p in drawn}
         with torch.no_grad(), pyro.validation_enabled(False):
             trace = plain_trace(model, args, kwargs, values, others)
-            if not _same(before, fingerprint(trace, factor_values(trace))):
+            if not _same(before, fingerprint(trace)):
                 return False
     return True
 
