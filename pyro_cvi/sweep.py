@@ -302,7 +302,7 @@ class Sweeper:
         if sampled is not None:
             sampled = [None if g is None else g / evaluator.temperature for g in sampled]
             gradient = [sum_gradients(a, b) for a, b in zip(gradient, sampled, strict=True)]
-            if sampled[0] is not None:
+            if sampled[0] is not None and block.placement is None:  # other elements the next time
                 self._keep_control(block.name, belief, sampled, rho)
         self._take(evaluator, block, gradient, rho)
 

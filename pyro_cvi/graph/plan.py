@@ -329,7 +329,8 @@ def make_structure(
             )
         elif name not in covered:
             size = latent.value.numel()
-            place = _placement(latent.family, parts.get(name))
+            extra = 0 if latent.enum_dim is not None else latent.event_dim - latent.family.event_dim
+            place = _placement(latent.family, parts.get(name), extra)
             blocks.append(Block(name, (name,), latent.family, None, "one per site", size, place))
     # Discrete blocks last: their start breaks symmetry only when the continuous blocks look at them
     # first.
@@ -337,8 +338,11 @@ def make_structure(
     return tuple(blocks), _structure(symbolic.latents, blocks)
 
 
-def _placement(family: AbstractFamily, parts: tuple[Part, ...] | None) -> FamilyPlacement | None:
-    return FamilyPlacement(parts, family.event_dims) if parts else None
+def _placement(
+    family: AbstractFamily, parts: tuple[Part, ...] | None, extra: int = 0
+) -> FamilyPlacement | None:
+    """Where the plates stand in a block's tensors; `extra` batch dims of the family are event dims."""
+    return FamilyPlacement(parts, tuple(n + extra for n in family.event_dims)) if parts else None
 
 
 def _structure(latents: Mapping[str, Latent], blocks: Sequence[Block]) -> Structure:

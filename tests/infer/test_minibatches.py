@@ -220,6 +220,41 @@ def test_rows_that_are_mixed_anew_or_without_identity_get_the_stochastic_rule(st
         torch.testing.assert_close(found[0].mean, found[1].mean)
 
 
+def test_sampled_local_latents_in_batches_of_unequal_size():
+    def model(y, idx):
+        with pyro.plate("rows", len(y), subsample=idx) as i:
+            z = pyro.sample("z", dist.Gamma(2.0, 1.0).expand([len(i), 2]).to_event(1))
+            pyro.sample("y", dist.Poisson(z.sum(-1)), obs=y[i])
+
+    y = torch.tensor([3.0, 0.0, 7.0, 2.0, 5.0])
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    assert all(math.isfinite(cvi.step(y, b)) for _ in range(5) for b in torch.arange(5).split(3))
+    means = guide.posterior("z").mean.sum(-1)
+    assert float(means[2]) > float(means[1])
+
+
+def test_local_sites_with_events_are_kept_by_element():
+    def model(y, p, idx):
+        with pyro.plate("rows", len(y), subsample=idx) as i:
+            z = pyro.sample("z", dist.Gamma(2.0, 1.0).expand([len(i), 3]).to_event(1))
+            pyro.sample("y", dist.Poisson(z).to_event(1), obs=y[i])
+            b = pyro.sample("b", dist.Beta(1.0, 1.0).expand([len(i), 3]).to_event(1))
+            pyro.sample("p", dist.Bernoulli(b).to_event(1), obs=p[i])
+
+    y = torch.arange(15.0).reshape(5, 3)
+    p = (torch.arange(15.0).reshape(5, 3) % 2).flip(0)
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    for batch in (torch.tensor([4, 0, 2]), torch.tensor([3, 1])):
+        cvi.step(y, p, batch)
+    z, b = guide.posterior("z").base_dist, guide.posterior("b").base_dist
+    torch.testing.assert_close(z.concentration, 2 + y)
+    torch.testing.assert_close(z.rate, torch.full((5, 3), 2.0))
+    torch.testing.assert_close(b.concentration1, 1 + p)
+    torch.testing.assert_close(b.concentration0, 2 - p)
+
+
 def test_elements_that_were_in_no_batch_are_told_of():
     def model(x, idx):
         with pyro.plate("rows", 30, subsample=idx) as i:
