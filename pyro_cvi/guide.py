@@ -371,8 +371,7 @@ class AutoCVI(AutoGuide):
             window = self._need("its posterior").window
             with torch.no_grad():
                 block.placement.put(tensors, belief.tensors, window)
-                seen = self._buffers[_seen_name(block)]
-                seen[_grid([window[p.name] for p in block.placement.parts])] = True
+                self._buffers[_seen_name(block)][_elements(block, window)] = True
             return
         with torch.no_grad():
             for buffer, value in zip(tensors, belief.tensors, strict=True):
@@ -391,8 +390,7 @@ class AutoCVI(AutoGuide):
         place, window = block.placement, self._need("its posterior").window
         assert place is not None
         kept = place.take(self._buffers_of(block), window)
-        seen = self._buffers[_seen_name(block)]
-        here = seen[_grid([window[p.name] for p in place.parts])]
+        here = self._buffers[_seen_name(block)][_elements(block, window)]
         if not bool(here.all()):
             new = initial_belief(self.plan, block).tensors
             new = tuple(n.to(k.dtype) for n, k in zip(new, kept, strict=True))
@@ -510,8 +508,7 @@ class AutoCVI(AutoGuide):
             latents = {s: self._whole.latents[s] for s in block.sites}
             if block.placement is not None:
                 window = {p.name: _indices(plates[p.name], p) for p in block.placement.parts}
-                seen = self._buffers[_seen_name(block)]
-                here = seen[_grid([window[p.name] for p in block.placement.parts])]
+                here = self._buffers[_seen_name(block)][_elements(block, window)]
                 self._warn_unseen(block.sites[0], block, here)
                 sizes = {n: len(index) for n, index in window.items()}
                 belief = as_belief(block, block.placement.take(belief.tensors, window))
@@ -669,7 +666,10 @@ def _none_seen(block: Block) -> Tensor:
     return torch.zeros([p.full for p in block.placement.parts], dtype=torch.bool)
 
 
-def _grid(indices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _elements(block: Block, window: Window) -> tuple[Tensor, ...]:
+    """The window's elements as an index into the buffer of those seen."""
+    assert block.placement is not None
+    indices = [window[p.name] for p in block.placement.parts]
     n = len(indices)
     return tuple(x.reshape(-1, *[1] * (n - 1 - i)).cpu() for i, x in enumerate(indices))
 

@@ -158,7 +158,7 @@ class CVI:
         chosen = sweeper.chosen(self.guide.prepared)
         prepared = self.guide.prepare(self.model, args, kwargs, chosen, unchanged=unchanged)
         self._check_params(prepared)
-        if sweeper.time == 0 and prepared.plan.stochastic:
+        if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
             sweeper.is_stream = is_stream(prepared, self.model, args, kwargs)
         before, control = self.guide.beliefs(), dict(sweeper.control)
         try:

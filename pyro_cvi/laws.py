@@ -46,7 +46,7 @@ def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
         return law if latent.transform is None else Transformed(law, [latent.transform])
     assert isinstance(belief, FamilyBelief)
     if block.is_chain:
-        return finite_law(latent, belief.mean[0][..., block.step(latent.name), :].log())
+        return finite_law(latent, _probabilities(latent, block, belief).log())
     if latent.enum_dim is not None:
         return finite_law(latent, belief.natural[0])
     d: Any = belief.family.to_distribution(belief.natural)

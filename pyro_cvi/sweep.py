@@ -155,24 +155,23 @@ class Sweeper:
         plan = prepared.plan
         outer = [b for b in plan.blocks if not b.placement and b.size and b.name not in noisy]
         memory = self._memory_for(prepared, outer, fitted)
-        inside = evaluator
+        counts: Tensor | None = None
         if memory is not None:
             name = _only(prepared)
-            window, part = prepared.window[name], prepared.parts[name]
+            part = prepared.parts[name]
             own = self._batches[name].own(part.size) if name in self._batches else part.size
-            memory.begin(window[:own])
+            memory.begin(prepared.window[name][:own])
             if own < part.size:
                 counts = (torch.arange(part.size) < own).to(torch.get_default_dtype())
-                inside = evaluator.with_weights(name, part.dim, counts)
         if self.time == 0 and not fitted and _is_symmetric(plan):
             # The start of a discrete site breaks the symmetry of a mixture only if the others look at
             # it before it moves.
             for block in outer:
                 self._global(evaluator, block, memory, prepared, 1.0)
         self.settle(evaluator, noisy)
-        if inside is not evaluator:
-            for b in plan.blocks:
-                inside.set(b.name, evaluator.beliefs[b.name])
+        inside = evaluator
+        if counts is not None:
+            inside = evaluator.with_weights(name, part.dim, counts)
         for block in outer:
             self._global(inside, block, memory, prepared, self.rate)
             if inside is not evaluator:

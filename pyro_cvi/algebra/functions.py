@@ -41,9 +41,6 @@ from pyro_cvi.algebra.expression import (
 from pyro_cvi.algebra.moves import masked
 from pyro_cvi.linalg import broadcast_shapes
 
-_MOST_CELLS = 1 << 22
-"""Cells of an expression that are looked through for terms that never meet."""
-
 __all__ = [
     "clamp_link",
     "exp",
@@ -56,6 +53,9 @@ __all__ = [
     "scaled_matrix",
     "sigmoid",
 ]
+
+_MOST_CELLS = 1 << 22
+"""Cells of an expression that are looked through for terms that never meet."""
 
 
 def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> Expression:

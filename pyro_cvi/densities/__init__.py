@@ -3,6 +3,7 @@
 from pyro_cvi.densities import continuous as _continuous
 from pyro_cvi.densities import discrete as _discrete
 from pyro_cvi.densities.registry import density as density
+from pyro_cvi.densities.registry import is_probs as is_probs
 from pyro_cvi.densities.registry import log_density as log_density
 from pyro_cvi.densities.registry import plain_log_prob as plain_log_prob
 from pyro_cvi.densities.registry import registered_densities as registered_densities

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_cvi.algebra.functions import scaled_matrix
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, plain
 from pyro_cvi.densities.registry import density, log_density, x_log_y
-from pyro_cvi.families import Unconstrained
+from pyro_cvi.families import Unconstrained, log_jacobian
 from pyro_cvi.linalg import broadcast_shapes, inverse_precision
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -151,14 +151,11 @@ def transformed(d: Any, y: Tensor) -> Tensor:
     for t in reversed(d.transforms):
         x = t.inv(y)
         event_dim += t.domain.event_dim - t.codomain.event_dim
-        jacobian = t.log_abs_det_jacobian(x, y)
-        result = result - _sum_last(jacobian, event_dim - t.domain.event_dim)
+        result = result - log_jacobian(t, x, y, event_dim)
         y = x
-    return result + _sum_last(log_density(d.base_dist, y), event_dim - len(d.base_dist.event_shape))
-
-
-def _sum_last(x: Tensor, dims: int) -> Tensor:
-    return x.sum(tuple(range(-dims, 0))) if dims > 0 else x
+    extra = event_dim - len(d.base_dist.event_shape)
+    inner = log_density(d.base_dist, y)
+    return result + (inner.sum(tuple(range(-extra, 0))) if extra > 0 else inner)
 
 
 @density(dist.ImproperUniform)

@@ -72,9 +72,10 @@ def family_expectation(
     inner = [n.detach().double() for n in natural]
     shared = inner[0].numel() == 1
     nodes = 2 * int(_FAR / _FINE)
-    values, slopes = [], []
+    results = []
     for part in torch.arange(cells, device=inner[0].device).split(max(1, _BUDGET // nodes)):
         own = inner if shared else [n[part] for n in inner]
+        here = mean if shared else [m[part] for m in mean]
         points, weight = _nodes(family, own)
         live = weight > 0
         with torch.set_grad_enabled(differentiate_constants and torch.is_grad_enabled()):
@@ -92,15 +93,12 @@ def family_expectation(
             for t in _statistics(family, points):
                 t = torch.where(live, t, torch.zeros_like(t))
                 gradient.append((centred * (t - (weight * t).sum(0))).sum(0))
-            slopes.append(family.fisher_solve(tuple(own), tuple(gradient)))
-        values.append(torch.where(lost, value.sign() * torch.inf, value))
-    result = torch.cat(values).to(mean[0].dtype)
-    for m, *g in zip(mean, *slopes, strict=True):
-        # zero, with the gradient that was found
-        result = result + torch.cat([x.expand(v.shape) for x, v in zip(g, values, strict=True)]).to(
-            m.dtype
-        ) * (m - m.detach())
-    return result
+            slopes = family.fisher_solve(tuple(own), tuple(gradient))
+        result = torch.where(lost, value.sign() * torch.inf, value).to(mean[0].dtype)
+        for m, slope in zip(here, slopes, strict=True):
+            result = result + slope.to(m.dtype) * (m - m.detach())  # zero, with this gradient
+        results.append(result)
+    return torch.cat(results)
 
 
 def _nodes(family: AbstractFamily, natural: Sequence[Tensor]) -> tuple[Points, Tensor]:

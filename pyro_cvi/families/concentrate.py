@@ -16,9 +16,7 @@ def concentrated(family: AbstractFamily, natural: Natural, factor: float) -> Nat
 
     None for other families.
     """
-    if family is GAMMA:
-        return factor * (natural[0] + 1) - 1, factor * natural[1]
-    if family is INVERSE_GAMMA:
+    if family in (GAMMA, INVERSE_GAMMA):
         return factor * (natural[0] + 1) - 1, factor * natural[1]
     if family in (BETA, DIRICHLET):
         return tuple(factor * (n + 1) - 1 for n in natural)

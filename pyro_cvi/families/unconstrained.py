@@ -73,7 +73,7 @@ class Unconstrained(dist.TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Where to start: T^-1 of the prior's median or mean; NaN where neither is known."""
+        """Where to start: T^-1 of the prior's median or mean."""
         like = self.constrained.batch_shape + self.constrained.event_shape
         for center in (_median, _mean):
             try:
@@ -82,12 +82,7 @@ class Unconstrained(dist.TorchDistribution):
                 continue
             if bool(u.isfinite().all()):
                 return u
-        return torch.full(self.shape(), torch.nan)
-
-    @property
-    def variance(self) -> Tensor:
-        """Not known: one."""
-        return torch.ones(self.shape())
+        raise NotImplementedError("neither the median nor the mean of the prior is known")
 
 
 def log_jacobian(transform: Any, u: Any, x: Any, event_dim: int) -> Any:

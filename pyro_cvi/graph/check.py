@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pyro.distributions as dist
@@ -21,7 +20,7 @@ from torch import Tensor
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import Expression, opaque, opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
-from pyro_cvi.densities import plain_log_prob, unexpanded
+from pyro_cvi.densities import is_probs, plain_log_prob, unexpanded
 from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = [
@@ -83,12 +82,22 @@ def fingerprint(trace: poutine.Trace) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-_PARAMETERS = ("_param", "_unbroadcasted_scale_tril")
-"""What stands for `probs` or `logits`, and for the matrix of a distribution."""
+_PARAMETERS = {
+    dist.Normal: ("loc", "scale"),
+    dist.Gamma: ("concentration", "rate"),
+    dist.Exponential: ("rate",),
+    dist.Dirichlet: ("concentration",),
+    dist.Poisson: ("rate",),
+    dist.Bernoulli: ("_param",),
+    dist.Categorical: ("_param",),
+    dist.MultivariateNormal: ("loc", "_unbroadcasted_scale_tril"),
+    dist.Wishart: ("df", "_unbroadcasted_scale_tril"),
+}
+"""Distributions that are what these attributes say, and nothing else."""
 
 
 def _law(fn: Any) -> tuple[Any, ...] | None:
-    """The class and parameters of one of torch's or Pyro's own distributions with a rule, else None."""
+    """The class and parameters of a distribution of `_PARAMETERS`, perhaps wrapped, else None."""
     inner: Any = None
     if isinstance(fn, torch.distributions.Independent):
         inner = fn.base_dist, fn.reinterpreted_batch_ndims
@@ -97,28 +106,12 @@ def _law(fn: Any) -> tuple[Any, ...] | None:
     if inner is not None:
         base = _law(inner[0])
         return None if base is None else (type(fn).__name__, inner[1], base)
-    if hasattr(fn, "log_factor") or type(fn) not in _plain_classes():
+    names = _PARAMETERS.get(type(fn))
+    if names is None:
         return None
-    held = fn.__dict__
-    both = "_param" in held
-    names = [n for n in fn.arg_constraints if n in held and not (both and n in ("probs", "logits"))]
-    if "_unbroadcasted_scale_tril" in held:
-        names = [n for n in names if n in ("loc", "df")]
-    found = {n: held[n] for n in (*names, *_PARAMETERS) if n in held}
-    if not found or not all(isinstance(v, Tensor) for v in found.values()):
-        return None
-    laws = tuple((n, tuple(v.shape), _digest(unexpanded(v))) for n, v in found.items())
-    return type(fn).__name__, tuple(fn.batch_shape), laws
-
-
-@lru_cache(maxsize=1)
-def _plain_classes() -> frozenset[type]:
-    """Distributions that are what their tensors say, and nothing else."""
-    names = (
-        "Normal", "LogNormal", "MultivariateNormal", "Gamma", "InverseGamma", "Beta", "Dirichlet",
-        "Exponential", "Bernoulli", "Categorical", "Poisson", "Wishart",
-    )  # fmt: skip
-    return frozenset(getattr(dist, n) for n in names if hasattr(dist, n))
+    parameters = tuple(_digest(unexpanded(fn.__dict__[n])) for n in names)
+    kind = is_probs(fn) if names == ("_param",) else None
+    return type(fn).__name__, kind, tuple(fn.batch_shape), parameters
 
 
 def _digest(x: Any) -> Any:
@@ -126,9 +119,8 @@ def _digest(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return repr(x)
     flat = x.detach().reshape(-1).contiguous().cpu()
-    if flat.stride() != (
-        1,
-    ):  # one element of a column counts as contiguous with the column's stride
+    # One element of a column counts as contiguous, with the stride of the column.
+    if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     bits = flat.view(torch.uint8) if flat.numel() else flat
     return tuple(x.shape), x.dtype, zlib.crc32(bits.numpy().tobytes())

@@ -181,21 +181,12 @@ class _OnRealLine(Messenger):
     """
 
     def _pyro_sample(self, msg: Any) -> None:
-        if _is_latent_message(msg) and has_bijection(msg["fn"]):
+        if is_factor_site(msg) and not msg["is_observed"] and has_bijection(msg["fn"]):
             msg["fn"] = Unconstrained(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if _is_latent_message(msg) and isinstance(msg["fn"], Unconstrained):
+        if is_factor_site(msg) and isinstance(msg["fn"], Unconstrained):
             msg["value"] = msg["fn"].transform(msg["value"])
-
-
-def _is_latent_message(msg: Any) -> bool:
-    return (
-        msg["type"] == "sample"
-        and not msg["is_observed"]
-        and not site_is_subsample(msg)
-        and not msg["infer"].get("_deterministic", False)
-    )
 
 
 def traced(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:

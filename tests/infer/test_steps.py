@@ -263,3 +263,46 @@ def test_one_row_that_is_seen_column_by_column():
     guide = AutoCVI(model)
     CVI(model, guide).step(torch.ones(1, 5))
     assert float(guide.posterior("mu").loc) == pytest.approx(5 / 6)
+
+
+CHANGED = {
+    "Normal": (lambda c: dist.Normal(c, c), 1.0),
+    "Gamma": (lambda c: dist.Gamma(c, 1.0), 1.0),
+    "Exponential": (lambda c: dist.Exponential(c), 1.0),
+    "Poisson": (lambda c: dist.Poisson(c), 2.0),
+    "Bernoulli": (lambda c: dist.Bernoulli(c / 4), 1.0),
+    "Bernoulli logits": (lambda c: dist.Bernoulli(logits=c), 1.0),
+    "Beta": (lambda c: dist.Beta(c, 2.0), 0.3),
+    "LogNormal": (lambda c: dist.LogNormal(c, 1.0), 0.3),
+    "StudentT": (lambda c: dist.StudentT(3.0, c), 0.3),
+    "Normal, wrapped": (lambda c: dist.Normal(0.0, c).expand([2]).to_event(1), torch.ones(2)),
+    "Categorical": (lambda c: dist.Categorical(torch.stack([c, c * c, c + 1])), torch.tensor(1)),
+    "Dirichlet": (lambda c: dist.Dirichlet(torch.stack([c, c + 1])), torch.tensor([0.3, 0.7])),
+    "MVN": (
+        lambda c: dist.MultivariateNormal(torch.zeros(2), precision_matrix=c * torch.eye(2)),
+        torch.ones(2),
+    ),
+    "Wishart": (lambda c: dist.Wishart(c + 2, torch.eye(2)), torch.eye(2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_constant_that_changes_between_steps_is_seen(name):
+    build, value = CHANGED[name]
+    value, constant = torch.as_tensor(value), torch.tensor(1.5)
+    value = value.to(constant.dtype) if value.is_floating_point() else value
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", build(constant), obs=value)
+
+    cvi = CVI(model, AutoCVI(model))
+    first = cvi.step()
+    plan = cvi.guide.plan
+    assert cvi.step() == pytest.approx(first)
+    assert cvi.guide.plan is plan
+    before = build(constant).log_prob(value)
+    constant.add_(0.25)
+    after = build(constant).log_prob(value)
+    assert cvi.step() == pytest.approx(first + float(before - after), abs=1e-9)
+    assert cvi.guide.plan is not plan
