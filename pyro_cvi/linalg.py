@@ -23,6 +23,7 @@ __all__ = [
     "sum_to_dims",
     "symmetrise",
     "whiten",
+    "without_repeats",
 ]
 
 
@@ -114,3 +115,17 @@ def precision_to_scale_tril(precision: Tensor) -> Tensor:
     identity = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
     scale_tril: Tensor = torch.linalg.solve_triangular(upper.mT, identity, upper=False)
     return scale_tril
+
+
+def without_repeats(x: Tensor, ndim: int) -> Tensor:
+    """A view of size one along those of the first `ndim` axes along which all values are the same."""
+    for d in range(ndim):
+        n = x.shape[d]
+        if n < 2:
+            continue
+        first = x.narrow(d, 0, 1)
+        if x.stride(d) == 0 or (
+            torch.equal(x.narrow(d, n - 1, 1), first) and torch.equal(x, first.expand_as(x))
+        ):
+            x = first
+    return x

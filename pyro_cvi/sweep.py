@@ -37,7 +37,9 @@ __all__ = ["Sweeper"]
 _HALVINGS = 40
 _NARROWINGS = 8
 _SHAKE = 0.1
-"""Standard deviation of the noise in the logits of an annealed fit."""
+"""Standard deviation of the noise in the logits of an annealed fit, ..."""
+_SHAKEN = 4
+"""... which is added in one of so many steps."""
 _ROUNDING = 1e4
 """How many units of rounding of its parts the bound may lose in an exact step."""
 _SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -108,7 +110,7 @@ class Sweeper:
         noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
         if self.time == 0 and not fitted and not noisy and self.seeded:
             start(evaluator, self.deterministic, self.located)
-        if self.temperature > 1:
+        if self.temperature > 1 and self.time % _SHAKEN == 0:
             _shake(evaluator)
         if plan.stochastic:
             self._minibatch(evaluator, prepared, noisy, fitted)

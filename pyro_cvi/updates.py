@@ -29,6 +29,7 @@ from pyro_cvi.linalg import (
     solve_precision,
     symmetrise,
     whiten,
+    without_repeats,
 )
 
 __all__ = ["Belief", "FamilyBelief", "GaussianBelief", "Step"]
@@ -96,7 +97,7 @@ class GaussianBelief(AbstractBelief):
 
     @cached_property
     def cov(self) -> Tensor:
-        return inverse_precision(self.factor)
+        return inverse_precision(without_repeats(self.factor, 1)).expand_as(self.precision)
 
     @cached_property
     def scale_tril(self) -> Tensor:
@@ -114,11 +115,21 @@ class GaussianBelief(AbstractBelief):
         return half_d - log_diagonal_sum(self.factor)
 
     def is_finite(self) -> bool:
-        return bool(self.loc.isfinite().all()) and bool(self.precision.isfinite().all())
+        precision = without_repeats(self.precision, 1)
+        return bool(self.loc.isfinite().all()) and bool(precision.isfinite().all())
 
     def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[GaussianBelief, Step]:
         g_loc = or_zeros(gradient[0], self.loc)
-        target = -2 * symmetrise(or_zeros(gradient[1], self.precision))
+        curvature = without_repeats(or_zeros(gradient[1], self.precision), 1)
+        target = -2 * symmetrise(curvature)
+        if rho == 1 and len(target) < len(self.loc):  # elements with one precision factor it once
+            found = torch.linalg.cholesky_ex(target)
+            change = torch.cholesky_solve(g_loc.mT, found.L[0]).mT
+            if not bool(found.info.any()) and bool(change.isfinite().all()):
+                moved = GaussianBelief(self.loc + change, target.expand_as(self.precision))
+                moved.__dict__["factor"] = found.L.expand_as(self.precision)
+                return moved, Step()
+        target = target.expand_as(self.precision)
         precision = self.precision + rho * (target - self.precision) if rho != 1 else target
         found = torch.linalg.cholesky_ex(target)
         bad = found.info != 0
@@ -177,9 +188,13 @@ class FamilyBelief(AbstractBelief):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.natural
 
-    @cached_property
+    @property
     def mean(self) -> tuple[Tensor, ...]:
-        return self.family.to_mean(self.natural)
+        return self._mean_and_entropy[0]
+
+    @cached_property
+    def _mean_and_entropy(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        return self.family.mean_and_entropy(self.natural)
 
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(m.detach().requires_grad_() for m in self.mean)
@@ -189,7 +204,9 @@ class FamilyBelief(AbstractBelief):
 
     @cached_property
     def _entropy(self) -> Tensor:
-        known = self.family.entropy_of_mean(self.mean)
+        known = self._mean_and_entropy[1]
+        if known is None:
+            known = self.family.entropy_of_mean(self.mean)
         return (self.family.entropy(self.natural) if known is None else known).sum()
 
     def is_finite(self) -> bool:

@@ -37,7 +37,18 @@ from pyro_cvi.estimators.moments import Moments, Pool, Structure
 from pyro_cvi.gaussians import Layout, row_quadratic
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["Affine", "NotAffine", "compile_affine", "covariance", "flatten", "read_loc"]
+__all__ = [
+    "Affine",
+    "Design",
+    "NotAffine",
+    "Reader",
+    "Selection",
+    "TermMean",
+    "compile_affine",
+    "covariance",
+    "flatten",
+    "read_loc",
+]
 
 _DESIGN_LIMIT = 1 << 25
 """Largest design matrix, in scalars, that is built when the user's tensors are not one already."""
@@ -298,8 +309,8 @@ class Affine:
         return total if isinstance(total, Tensor) else torch.tensor(total)
 
     @cached_property
-    def _means(self) -> list[_TermMean]:
-        return [_TermMean(t, self.structure) for t in self.terms]
+    def _means(self) -> list[TermMean]:
+        return [TermMean(t, self.structure) for t in self.terms]
 
     def variance(self, moments: Moments, *, without_pairs: bool = False) -> Tensor | float:
         """Var e, right-aligned to the expression's shape."""
@@ -392,7 +403,7 @@ def _blocks(t: Term, structure: Structure) -> set[str]:
     return {structure.block[o.site.name] for o in t.operands if isinstance(o, Stat)}
 
 
-class _TermMean:
+class TermMean:
     """E of one term: the product of its constants and of its blocks' means."""
 
     def __init__(self, t: Term, structure: Structure) -> None:

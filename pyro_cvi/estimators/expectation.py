@@ -109,7 +109,10 @@ def compile_expectation(
     e: Expression, structure: Structure, *, learn_constants: bool = False
 ) -> Expectation:
     """Compile E_q[e] for a posterior of the given structure."""
-    result = Expectation(e.shape, e.constant)
+    constant = e.constant
+    if isinstance(constant, Tensor) and not constant.requires_grad and not bool(constant.any()):
+        constant = 0.0  # of the size of the data, it would cost a pass over them in every sweep
+    result = Expectation(e.shape, constant)
     for t in e.terms:
         _compile_term(t, structure, result, learn_constants)
     return result

@@ -24,12 +24,12 @@ from torch import Tensor
 from pyro_cvi.algebra.expression import Axes, contract_to
 from pyro_cvi.estimators.affine import Affine, Covariance
 from pyro_cvi.estimators.moments import Moments
+from pyro_cvi.estimators.squares import FEW_CELLS, SquareOfMean
 
 __all__ = ["Component", "Piece", "Product", "bilinear", "separated"]
 
 _WORTH_IT = 1.5
 """How many times more cells there must be than data and components together."""
-_FEW = 4096
 _MOST_SCALARS = 1 << 24
 """Largest product of two constants that is kept instead of being formed at each call."""
 
@@ -72,7 +72,7 @@ def separated(product: Product) -> list[Piece] | None:
     data, parts = a.data | b.data, a.parts | b.parts
     cells = _count(product.shape, data | parts)
     apart = _count(product.shape, data) + _count(product.shape, parts)
-    if data <= parts or parts <= data or cells < _WORTH_IT * apart or cells < _FEW:
+    if data <= parts or parts <= data or cells < _WORTH_IT * apart or cells < FEW_CELLS:
         return None
     axes = product.axes
     rest = _Rest(product.cov, a, b, axes, product.shape)
@@ -100,28 +100,16 @@ def bilinear(product: Product) -> list[Piece] | None:
     for the contraction to choose, and cells of n and d need never be formed where the weight is
     constant.
     """
-    if product.cov is not None or math.prod(product.shape) < _FEW:
+    if product.cov is not None or math.prod(product.shape) < FEW_CELLS:
         return None
     pairs = product.a.pairs()
     if not any(a > 0 for pair in pairs for _, axes in pair.pieces for a in axes):
         return None
-    result: list[Piece] = [(1.0, [_SquareOfMean(product)])]
+    result: list[Piece] = [(1.0, [SquareOfMean(product.a, product.axes, product.shape)])]
     for pair in pairs:
         parts: list[Component] = [_Part(p, axes, product.axes) for p, axes in pair.pieces]
         result.append((pair.coefficient, parts))
     return result
-
-
-class _SquareOfMean:
-    """(E a)^2, and the variance that comes from designs."""
-
-    def __init__(self, product: Product) -> None:
-        self.affine, self.axes, self.shape = product.a, product.axes, product.shape
-
-    def __call__(self, moments: Moments) -> Tensor:
-        mean = self.affine.mean(moments)
-        square = mean * mean + self.affine.variance(moments, without_pairs=True)
-        return square.expand(self.shape)
 
 
 class _Part:

@@ -10,7 +10,7 @@ only when the responsibilities do, so the continuous blocks never look at single
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,13 @@ from torch import Tensor
 from pyro_cvi.algebra.expression import Axes, Stat, const_operand, contract_to
 from pyro_cvi.estimators.moments import Moments
 from pyro_cvi.estimators.products import Component
+from pyro_cvi.estimators.squares import SquareOfMean
 
 __all__ = ["Gather", "Summed", "summed"]
 
 Labelled = tuple[Tensor, Axes]
+Terms = tuple[float, list[Labelled], list[Component]]
+"""coefficient * product of constants and components."""
 
 
 class Gather:
@@ -161,7 +164,7 @@ class Summed:
 
 def summed(
     constant: Tensor | float,
-    terms: Sequence[tuple[float, list[Labelled], list[Component]]],
+    terms: Sequence[Terms],
     weight: Tensor | float,
     shape: tuple[int, ...],
 ) -> Summed:
@@ -175,7 +178,7 @@ def summed(
     number = factor if isinstance(constant, Tensor) else factor * constant
     total = _contracted(whole, (), number * _repeats(shape, _labels(whole)))
     result = []
-    for coefficient, consts, components in terms:
+    for coefficient, consts, components in _multiplied_out(terms, labelled):
         pieces = [*labelled, *consts]
         present, wanted = _labels(pieces), {a for c in components for a in c.axes}
         number = coefficient * factor * _repeats(shape, present | wanted)
@@ -188,6 +191,26 @@ def summed(
             s = _scattered(s, components[0])
         result.append((number, s, components))
     return Summed(total, result)
+
+
+def _multiplied_out(terms: Sequence[Terms], weight: Sequence[Labelled]) -> Iterator[Terms]:
+    """The terms, with squares as contractions where their cells need not be formed."""
+    for term in terms:
+        coefficient, consts, components = term
+        squares = [c for c in components if isinstance(c, SquareOfMean)]
+        rest = [c for c in components if not isinstance(c, SquareOfMean)]
+        others = [*(axes for _, axes in (*weight, *consts)), *(c.axes for c in rest)]
+        pieces = squares[0].multiplied_out(others) if len(squares) == 1 else None
+        if pieces is None:
+            yield term
+            continue
+        (square,) = squares
+        for p in pieces:
+            present = {a for axes in others for a in axes} | _labels(p.consts)
+            present |= {a for c in p.components for a in c.axes}
+            sizes = zip(square.axes, square.shape, strict=True)
+            times = math.prod(n for a, n in sizes if a > 0 and a not in present)
+            yield times * coefficient * p.coefficient, [*consts, *p.consts], [*rest, *p.components]
 
 
 def _scattered(s: Labelled | None, gather: Gather) -> Labelled:

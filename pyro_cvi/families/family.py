@@ -152,6 +152,10 @@ class AbstractFamily(ABC):
         """
         return self.log_partition(natural) - self.inner(natural, self.to_mean(natural))
 
+    def mean_and_entropy(self, natural: Natural) -> tuple[Mean, Tensor | None]:
+        """`to_mean`, with the entropy for families where that is a by-product."""
+        return self.to_mean(natural), None
+
     def entropy_of_mean(self, mean: Mean) -> Tensor | None:
         """The entropy as a function of the mean parameters, for families where that is simple."""
         return None

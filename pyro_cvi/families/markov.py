@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_cvi.families.categorical import CATEGORICAL
 from pyro_cvi.families.family import AbstractFamily, Mean, Natural
+from pyro_cvi.linalg import matvec, without_repeats
 
 __all__ = ["MARKOV_CHAIN", "MarkovChain"]
 
@@ -24,8 +25,9 @@ __all__ = ["MARKOV_CHAIN", "MarkovChain"]
 class _Passes(NamedTuple):
     """alpha_t ~ p(u_1 ... u_t, x_t) and gamma_t ~ p(u_t ... u_T | x_t), each (*batch, T, K), and A.
 
-    On the scale of probabilities each alpha_t and gamma_t adds up to one, `pair` is exp w up to a
-    constant, `from_right` is pair @ gamma_t+1 and `overlap` alpha_t @ from_right, for t < T.
+    On the scale of probabilities each alpha_t and gamma_t adds up to one. For t < T, `pair` is exp w_t
+    up to a constant, of size one along axes that share it; `from_right` is pair @ gamma_t+1, and
+    `overlap` is alpha_t @ from_right.
     """
 
     alpha: Tensor
@@ -34,6 +36,29 @@ class _Passes(NamedTuple):
     pair: Tensor
     from_right: Tensor
     overlap: Tensor
+
+
+def _means(passes: _Passes) -> Mean:
+    last = passes.alpha[..., -1:, :]
+    here = passes.alpha[..., :-1, :] / passes.overlap.unsqueeze(-1)
+    state = torch.cat([here * passes.from_right, last], -2)
+    pair = (here.unsqueeze(-1) * passes.gamma[..., 1:, None, :]).mul_(passes.pair)
+    return state, pair
+
+
+def _entropy(passes: _Passes, mean: Mean) -> Tensor:
+    """H(x_1) - sum_t E log p(x_t+1 | x_t), p(b | a) = exp(w_ab) gamma_b / from_right_a.
+
+    Its summands do not depend on how large the potentials of the states are.
+    """
+    state, pair = mean
+    first = torch.special.entr(state[..., 0, :]).sum(-1)
+    moves = passes.pair
+    both = pair.sum(-3, keepdim=True) if moves.shape[-3] == 1 else pair
+    inside = torch.special.xlogy(both, moves).sum((-1, -2, -3))
+    inside = inside + torch.special.xlogy(state[..., 1:, :], passes.gamma[..., 1:, :]).sum((-1, -2))
+    inside = inside - torch.special.xlogy(state[..., :-1, :], passes.from_right).sum((-1, -2))
+    return first - inside
 
 
 class _LogPasses(NamedTuple):
@@ -68,12 +93,15 @@ class MarkovChain(AbstractFamily):
         passes = _passes(natural)
         if passes is None:
             return _means_of_logs(natural, _log_passes(natural))
-        overlap = passes.overlap.unsqueeze(-1)
-        last = passes.alpha[..., -1:, :]
-        here = passes.alpha[..., :-1, :] / overlap
-        state = torch.cat([here * passes.from_right, last], -2)
-        pair = (here.unsqueeze(-1) * passes.pair).mul_(passes.gamma[..., 1:, None, :])
-        return state, pair
+        return _means(passes)
+
+    def mean_and_entropy(self, natural: Natural) -> tuple[Mean, Tensor | None]:
+        """Both from the same passes."""
+        passes = _passes(natural)
+        if passes is None:
+            return _means_of_logs(natural, _log_passes(natural)), None
+        mean = _means(passes)
+        return mean, _entropy(passes, mean)
 
     def to_natural(self, mean: Mean) -> Natural:
         """u_1 = log p(x_1), w_t = log p(x_t+1 | x_t), all other u zero; then A = 0."""
@@ -150,35 +178,53 @@ def _passes(natural: Natural) -> _Passes | None:
     """
     unary, pair = natural
     *batch, steps, k = unary.shape
+    pair = without_repeats(pair, pair.ndim - 2)
     top, wide = unary.amax(-1, keepdim=True), pair.amax((-1, -2), keepdim=True)
     states, moves = (unary - top).exp(), (pair - wide).exp()
     rows = math.prod(batch)
-    phi = states.reshape(rows, steps, 1, k).unbind(1)
-    psi = moves.expand(*batch, steps - 1, k, k).reshape(rows, steps - 1, k, k).unbind(1)
+    phi = states.reshape(rows, steps, k).unbind(1)
+    psi = _by_step(moves, tuple(batch), steps)
     forward, totals = _one_way(phi, psi)
     backward, totals_back = _one_way(phi[::-1], [p.mT for p in reversed(psi)])
     scale, scale_back = (
-        torch.cat(x, -1).reshape(*batch, steps) for x in (totals, totals_back[::-1])
+        torch.stack(x, -1).reshape(*batch, steps) for x in (totals, totals_back[::-1])
     )
-    alpha, gamma = (torch.cat(x, -2).reshape(*batch, steps, k) for x in (forward, backward[::-1]))
-    from_right = (moves @ gamma[..., 1:, :, None]).squeeze(-1)
+    alpha, gamma = (torch.stack(x, -2).reshape(*batch, steps, k) for x in (forward, backward[::-1]))
+    ahead = gamma[..., 1:, :]
+    shared = math.prod(moves.shape[:-2]) == 1
+    from_right = ahead @ moves.reshape(k, k).mT if shared else matvec(moves, ahead)
     overlap = (alpha[..., :-1, :] * from_right).sum(-1)
     info = torch.finfo(unary.dtype)
     smallest = overlap * torch.minimum(scale[..., :-1], scale_back[..., 1:])
     if not bool((smallest > k * info.tiny / info.eps).all()):
         return None
-    log_partition = top.sum((-1, -2)) + wide.sum((-1, -2, -3)) + scale.log().sum(-1)
+    shift = wide.squeeze((-1, -2)).expand(*batch, steps - 1).sum(-1)
+    log_partition = top.sum((-1, -2)) + shift + scale.log().sum(-1)
     return _Passes(alpha, gamma, log_partition, moves, from_right, overlap)
+
+
+def _by_step(moves: Tensor, batch: tuple[int, ...], steps: int) -> list[Tensor]:
+    """exp w_t for every t: (K, K) where all chains share it, else (rows, K, K)."""
+    k = moves.shape[-1]
+    if all(n == 1 for n in moves.shape[:-3]):
+        each = moves.reshape(-1, k, k).unbind(0)
+    else:
+        whole = moves.expand(*batch, moves.shape[-3], k, k)
+        each = whole.reshape(math.prod(batch), -1, k, k).unbind(1)
+    return list(each) * (steps - 1) if len(each) == 1 else list(each)
 
 
 def _one_way(phi: Sequence[Tensor], psi: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """x_t = (x_t-1 @ psi_t-1) * phi_t, divided by its total; and the totals."""
-    totals = [phi[0].sum(-1, keepdim=True)]
-    result = [phi[0] / totals[0]]
+    totals = [phi[0].sum(-1)]
+    result = [phi[0] / totals[0].unsqueeze(-1)]
     for p, f in zip(psi, phi[1:], strict=True):
-        new = torch.bmm(result[-1], p).mul_(f)
-        totals.append(new.sum(-1, keepdim=True))
-        result.append(new / totals[-1])
+        last = result[-1]
+        new = last @ p if p.ndim == 2 else torch.bmm(last.unsqueeze(1), p).squeeze(1)
+        new = new.mul_(f)
+        total = new.sum(-1)
+        totals.append(total)
+        result.append(new / total.unsqueeze(-1))
     return result, totals
 
 

@@ -104,7 +104,8 @@ class Weighting:
     """The probabilities of one or two discrete sites of a block, along their enumeration dims.
 
     `leaf` is 0 for states and 1 for pairs of a chain; `steps` selects along a chain (one for each of
-    the factors that were stacked). The last axes of what is read go to the dims `targets`.
+    the factors that were stacked; None for all steps in order). The last axes of what is read go to the
+    dims `targets`.
     """
 
     block: str
@@ -450,7 +451,10 @@ def _weightings(
             yield Weighting(block.name, 0, None, dims)
             continue
         steps = [block.step(roles(f, by_site)[i][0]) for f in group]
-        at = steps[0] if len(group) == 1 else torch.tensor(steps, device=_device(symbolic, sites))
+        at: int | Tensor | None = steps[0]
+        if len(group) > 1:
+            every = steps == list(range(len(block.sites) + 1 - len(sites)))
+            at = None if every else torch.tensor(steps, device=_device(symbolic, sites))
         yield Weighting(block.name, len(sites) - 1, at, (*lead, *dims))
 
 

@@ -12,6 +12,7 @@ from pyro_cvi import CVI, AutoCVI
 from pyro_cvi.algebra.expression import IDENTITY, SiteRef, Stat
 from pyro_cvi.estimators import Moments
 from pyro_cvi.estimators.products import Product
+from pyro_cvi.estimators.squares import SquareOfMean
 from pyro_cvi.estimators.statistics import Gather
 from pyro_cvi.graph import Evaluator
 from pyro_cvi.graph.evaluator import moments_of
@@ -71,6 +72,36 @@ def masked_factor_analysis():
     factor_analysis(mask=torch.arange(500 * 12).reshape(500, 12) % 5 != 0)
 
 
+def factor_analysis_of_events(n=600):
+    """Rows as events, their own level, a regression, a constant noise; one axis has no intercept."""
+    x = 50.0 + X.repeat(-(-n // 7), 4)[:n]
+    w = pyro.sample("w", dist.Normal(torch.zeros(12, 2), 1.0).to_event(2))
+    b = pyro.sample("b", dist.Normal(torch.zeros(12), 50.0).to_event(1))
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("n", n):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        mean = z @ w.T - 0.5 * b + level.unsqueeze(-1) + slope * x[:, :1]
+        with poutine.scale(scale=0.5):
+            pyro.sample("x", dist.Normal(mean, 1.5).to_event(1), obs=x)
+
+
+def two_factors(n=400):
+    """Two products in one mean, three sites in one of them, and a weight for each row."""
+    x = X.repeat(-(-n // 7), 4)[:n]
+    w = pyro.sample("w", dist.Normal(torch.zeros(12, 2), 1.0).to_event(2))
+    v = pyro.sample("v", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+    s = pyro.sample("s", dist.Normal(1.0, 0.1))
+    with pyro.plate("n", n):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        u = pyro.sample("u", dist.Normal(0.0, 1.0))
+        tau = pyro.sample("tau", dist.Gamma(2.0, 2.0))
+        mean = 3.0 + z @ w.T + s * u[:, None] * v
+        noise = dist.Normal(mean, tau.rsqrt().unsqueeze(-1)).to_event(1)
+        with poutine.mask(mask=torch.arange(n) % 3 != 0):
+            pyro.sample("x", noise, obs=x)
+
+
 def two_parents():
     with pyro.plate("a", 2, dim=-1), pyro.plate("b", 3, dim=-2):
         m = pyro.sample("m", dist.Normal(0.0, 3.0))
@@ -110,8 +141,8 @@ def hidden_markov():
 
 
 MODELS = [
-    diagonal_mixture, full_mixture, topics, factor_analysis, masked_factor_analysis, two_parents,
-    switching_regression, logistic_mixture, hidden_markov,
+    diagonal_mixture, full_mixture, topics, factor_analysis, masked_factor_analysis,
+    factor_analysis_of_events, two_factors, two_parents, switching_regression, logistic_mixture, hidden_markov,
 ]  # fmt: skip
 
 
@@ -321,3 +352,40 @@ def test_a_loop_of_statements_is_the_plate(model):
             torch.testing.assert_close(a[name], b[name], atol=1e-7, rtol=1e-7)
     assert len(guides[1].plan.factors) <= 5  # the statements of the loop are one or two factors
     assert len([e for e in CVI(model, guides[1]).explain().edges]) > 10
+
+
+@pytest.mark.parametrize("model", [factor_analysis, two_factors])
+def test_the_square_of_a_product_forms_no_cells(model, monkeypatch):
+    """Where no weight varies along rows and columns both."""
+    e = evaluator_of(model)
+    (f,) = [f for f in e.plan.factors if f.name == "x"]
+    monkeypatch.setattr(SquareOfMean, "__call__", lambda *_: pytest.fail("cells were formed"))
+    Evaluator(e.plan, e.beliefs).factor(f)
+
+
+def test_squares_of_products_keep_their_digits_in_float32():
+    """Data of mean 1e4 and unit noise: the intercept takes up the centre."""
+    generator = torch.Generator().manual_seed(3)
+    z, w = torch.randn(500, 2, generator=generator), torch.randn(12, 2, generator=generator)
+    noise = torch.randn(500, 12, generator=generator)
+    x = 1e4 + torch.arange(12.0) + z @ w.T + noise
+
+    def model(x):
+        one = x.new_ones(())
+        with pyro.plate("d", 12, dim=-1):
+            w = pyro.sample("w", dist.Normal(x.new_zeros(2), one).to_event(1))
+            b = pyro.sample("b", dist.Normal(1e4 * one, 100 * one))
+        tau = pyro.sample("tau", dist.Gamma(one, one))
+        with pyro.plate("n", len(x), dim=-2):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(2), one).to_event(1))
+            with pyro.plate("d2", 12, dim=-1):
+                pyro.sample("x", dist.Normal(z.squeeze(-2) @ w.T + b, tau.rsqrt()), obs=x)
+
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        pyro.set_rng_seed(0)
+        guide = AutoCVI(model)
+        CVI(model, guide).run(x.to(dtype), num_steps=60, tol=0.0)
+        found.append(guide.posterior("tau").mean.double())
+    torch.testing.assert_close(found[0], found[1], rtol=2e-3, atol=0.0)
+    assert 0.9 < float(found[1]) < 1.1
