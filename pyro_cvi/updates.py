@@ -68,6 +68,18 @@ class AbstractBelief(ABC):
         """The belief after a step of size rho, given dE[log p] / d leaves."""
 
     @abstractmethod
+    def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """What a full step changes, target - present, in coordinates of `inner`."""
+
+    @abstractmethod
+    def inner(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        """left^T F right per scalar's index: the Fisher metric, in nats, shape of the element's batch.
+
+        Left and right are directions, or gradients in `leaves` and their differences. Summed,
+        d^T F d is 2 KL to second order.
+        """
+
+    @abstractmethod
     def kl(self, other: AbstractBelief) -> Tensor:
         """KL(self || other), summed over elements."""
 
@@ -148,6 +160,17 @@ class GaussianBelief(AbstractBelief):
         moved = GaussianBelief(loc, precision)
         moved.__dict__["factor"] = factor
         return moved, step
+
+    def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        curvature = symmetrise(or_zeros(gradient[1], self.precision))
+        return or_zeros(gradient[0], self.loc), curvature + 0.5 * self.precision
+
+    def inner(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        """Cov(a^T z + z^T G z, b^T z + z^T H z) = a^T V b + 2 tr(G V H V), z centred; shape (B,)."""
+        (a, g), (b, h) = left, right
+        linear = (a * matvec(self.cov, b)).sum(-1)
+        moved = self.cov @ symmetrise(h) @ self.cov
+        return linear + 2 * (symmetrise(g) * moved).sum((-1, -2))
 
     def _stay_inside(
         self, precision: Tensor, target: Tensor, bad: Tensor, rho: float
@@ -235,6 +258,18 @@ class FamilyBelief(AbstractBelief):
         return FamilyBelief(family, tuple(natural)), Step(
             int((~proper).sum()), shortened, int(tiny.sum())
         )
+
+    def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        return tuple(or_zeros(g, n) - n for g, n in zip(gradient, self.natural, strict=True))
+
+    def inner(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+        """Cov(<left, T>, <right, T>), from d mean / d natural = F; shape (*batch,)."""
+        natural = tuple(n.detach().requires_grad_() for n in self.natural)
+        with torch.enable_grad():
+            mean = self.family.to_mean(natural)
+            along = torch.autograd.grad(mean, natural, tuple(right), allow_unused=True)
+        moved = tuple(or_zeros(m, n) for m, n in zip(along, natural, strict=True))
+        return self.family.inner(tuple(left), moved)
 
     def kl(self, other: AbstractBelief) -> Tensor:
         assert isinstance(other, FamilyBelief)
