@@ -226,7 +226,9 @@ def main() -> None:
     length = options.length or (5 if small else 1000)
     K = options.components or (3 if small else 10)
     compare(data(6, 4, 2), 2, 3, 2)  # what the first use costs
-    rows, details = compare(data(sequences, length, K), K, 6 if small else SWEEPS, 4 if small else 20)
+    rows, details = compare(
+        data(sequences, length, K), K, 6 if small else SWEEPS, 4 if small else 20
+    )
     own = any((options.sequences, options.length, options.components))
     report(__file__, rows, at, small or own, versions=versions("hmmlearn"), **details)
 

@@ -47,7 +47,6 @@ class AutoCVI(AutoGuide):
     Arguments:
         model: a Pyro model.
         max_dense_dim: largest number of scalars of Gaussian sites that share one dense covariance.
-        num_samples: draws for factors that neither algebra nor quadrature can average.
         init_loc_fn: where sites start, as in Pyro's autoguides; near the prior by default. A site
             starts narrow around its point. Of discrete sites only those that the function means:
             the ones that `init_to_value` names, and all of a function of your own.
@@ -72,17 +71,13 @@ class AutoCVI(AutoGuide):
         model: Callable[..., Any],
         *,
         max_dense_dim: int = 1000,
-        num_samples: int = 16,
         init_loc_fn: Callable[..., Any] | None = None,
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
         if not isinstance(max_dense_dim, int) or max_dense_dim < 1:
             raise CVIError(f"max_dense_dim is {max_dense_dim!r}; expected a positive integer")
-        if not isinstance(num_samples, int) or num_samples < 2:
-            raise CVIError(f"num_samples is {num_samples!r}; expected an integer of at least 2")
         super().__init__(model, create_plates=create_plates)
         self.max_dense_dim = max_dense_dim
-        self.num_samples = num_samples
         self.init_loc_fn = init_loc_fn
         self._model: tuple[Callable[..., Any] | None]  # set by AutoGuide
         self._prepared: Prepared | None = None

@@ -53,7 +53,7 @@ def local_posteriors(
 ) -> AutoCVI:
     """A guide for new rows: the shared sites as they were fitted, the local ones for these rows."""
     rows = _Rows.of(model, guide, args, kwargs, plates)
-    new = AutoCVI(model, max_dense_dim=guide.max_dense_dim, num_samples=guide.num_samples)
+    new = AutoCVI(model, max_dense_dim=guide.max_dense_dim)
     prepared: Prepared | None = None
     for (part_args, part_kwargs), chunk in rows.chunks(chunk_size):
         prepared = prepare(

@@ -2,7 +2,8 @@
 
 - Exact messages: rho = 1, the block's optimum given the rest.
 - Quadrature: rho = 1, halved until the ELBO rises by KL(q || q') / rho, as a mirror step must.
-- Sampled: Robbins-Monro steps, undone where they clearly lose.
+- Sampled: Robbins-Monro steps, undone where they clearly lose; of one size, and averaged, as soon as
+  they come no nearer to the optimum (`Averaging`).
 - Minibatches: the local blocks take their steps first; then the others take rho = 1 with the messages of
   all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone. The latter
   also serves streams, whose rows have no identity, and messages that depend on the posterior where the
@@ -21,12 +22,13 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from pyro_cvi.averaging import Averaging
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared
-from pyro_cvi.graph.sampling import Sampler
+from pyro_cvi.graph.sampling import Estimate, Sampler
 from pyro_cvi.graph.stored import Batches, SiteMessages
 from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.start import start
@@ -47,6 +49,8 @@ _MOST_ROUNDS = 20
 """Rounds over the local blocks of a minibatch, where there is more than one."""
 _SETTLED = 1e-4
 """Nats per element of the plate below which local blocks have settled."""
+_COMPARED = 8
+"""Sampled steps that are compared with what they left: so many first ones, and one of so many later."""
 _DAMPED = 0.5
 """Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
 
@@ -59,10 +63,15 @@ class Sweeper:
     Arguments:
         minibatch: "stored" keeps each batch's messages where they fit into memory, "stochastic" never.
         delay, forget: of the stochastic rule, rho_t = (t + delay)^-forget for t = 0, 1, ...
+        seed: of the draws; None takes torch's random state.
     """
 
-    def __init__(self, minibatch: str, delay: float, forget: float) -> None:
+    def __init__(
+        self, minibatch: str, delay: float, forget: float, seed: int | None = None
+    ) -> None:
         self.minibatch, self.delay, self.forget = minibatch, delay, forget
+        self.seed = seed
+        self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.time = 0
         self.temperature = 1.0
         self.seeded = True
@@ -73,8 +82,22 @@ class Sweeper:
         self.sampled_value = 0.0
         self._rho: dict[str, float] = {}
         self._rate = 0.5
+        self._held: float | None = None
+        self._doubtful = 0
+        self._ahead: tuple[Plan, dict[str, Belief], Estimate] | None = None
+        self.averaging = Averaging()
         self._memory: SiteMessages | None = None
         self._batches: dict[str, Batches] = {}
+
+    def fresh(self) -> Sweeper:
+        """Another one with the same settings and other draws, and with nothing remembered."""
+        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed)
+        new._seeds = self._seeds
+        return new
+
+    def next_seed(self) -> int:
+        """Of the next draws."""
+        return int(torch.randint(2**31, (), generator=self._seeds))
 
     # --- minibatches -------------------------------------------------------------------------------
 
@@ -95,6 +118,7 @@ class Sweeper:
     def undo(self, control: dict[str, tuple[Tensor, ...]]) -> None:
         """Forget a step that failed."""
         self.control = control
+        self._ahead = None
         if self._memory is not None:
             self._memory.undo()
 
@@ -336,32 +360,104 @@ class Sweeper:
     def _sampled(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
         """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
 
-        The ELBO before and after is compared on common random numbers; a fall of more than two
-        standard errors means the step was too long for the noise of its gradient.
+        In the first steps, and every few from then on, the ELBO before and after is compared on common
+        random numbers; a fall of more than two standard errors means the step was too long for the
+        noise of its gradient. The draws after a step are those of the next one's messages.
         """
-        seed = int(torch.randint(2**31, ()))
         plan, old = evaluator.plan, dict(evaluator.beliefs)
-        before = sampler.estimate(evaluator, self.control, seed=seed)
+        before = self._known(evaluator)
+        if before is None:
+            before = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
         exact = evaluator.elbo()
-        rho = self._rate * (1 + self.time / 20) ** -0.7
+        cloud = self.averaging
+        rho = self._held or self._rate * (1 + self.time / 20) ** -0.7
+        blocks = [b for b in plan.blocks if b.name in noisy and b.size]
+        stationary = False
+        if not plan.stochastic and not plan.learns and self.temperature == 1:
+            residual, noise = self._distance(evaluator, blocks, before)
+            cloud.scalars = sum(b.size for b in blocks)
+            stationary = cloud.observe(residual, noise, rho)
         controls = dict(self.control)
-        for block in plan.blocks:
-            if block.name in noisy and block.size:
-                self.noisy(evaluator, block, before.messages.get(block.name), rho)
-        after = sampler.estimate(evaluator, self.control, gradient=False, seed=seed + 1)
-        again = sampler.estimate_at(old, evaluator, seed=seed + 1)
-        change = torch.tensor(after.values) - torch.tensor(again.values)
+        for block in blocks:
+            self.noisy(evaluator, block, before.messages.get(block.name), rho)
+        compared = self.time < _COMPARED or self.time % _COMPARED == 0 or self._doubtful > 0
+        self._doubtful = max(0, self._doubtful - 1)
+        if plan.stochastic and not compared:
+            self.sampled_value = before.value  # the next step sees other elements
+            return
+        seed = self.next_seed()
+        after = sampler.estimate(evaluator, self.control, not plan.stochastic, seed=seed, groups=2)
+        self._ahead = (plan, dict(evaluator.beliefs), after)
+        self.sampled_value = after.value
+        if compared:
+            again = sampler.estimate_at(old, evaluator, seed=seed)
+            change = torch.tensor(after.values) - torch.tensor(again.values)
+            gain = evaluator.elbo() - exact + float(change.mean())
+            error = float(change.std()) / math.sqrt(len(after.values))
+            if gain >= -2 * error:
+                self._rate = min(1.0, self._rate * 1.2)
+            else:
+                for name in noisy:
+                    evaluator.set(name, old[name])
+                self.control = controls
+                self._rate = max(self._rate / 2, 1e-4)
+                self._held = None if self._held is None else self._held / 2
+                self._doubtful, self._ahead = _COMPARED, None
+                self.sampled_value = again.value
+        if stationary:
+            self._held = self._held or rho
+            cloud.add({b.name: evaluator.beliefs[b.name] for b in blocks})
+        else:
+            self._held = None
+            cloud.restart()
+
+    def _known(self, evaluator: Evaluator) -> Estimate | None:
+        """The estimate that the last step has left, if nothing has changed since."""
+        if self._ahead is None:
+            return None
+        plan, beliefs, estimate = self._ahead
+        self._ahead = None
+        same = plan is evaluator.plan and all(evaluator.beliefs[n] is b for n, b in beliefs.items())
+        return estimate if same and not plan.learns and not plan.stochastic else None
+
+    def _distance(
+        self, evaluator: Evaluator, blocks: list[Block], estimate: Estimate
+    ) -> tuple[float, float]:
+        """d_1^T F d_2 of two halves of the draws, and the noise of both together."""
+        residual = noise = 0.0
+        for block in blocks:
+            belief = evaluator.beliefs[block.name]
+            rest = evaluator.message(block)
+            halves = [
+                [sum_gradients(a, b) for a, b in zip(rest, part[block.name], strict=True)]
+                for part in estimate.parts
+            ]
+            one, two = (belief.direction(h) for h in halves)
+            apart = tuple((a - b) / 2 for a, b in zip(one, two, strict=True))
+            residual += float(belief.inner(one, two).sum())
+            noise += float(belief.inner(apart, apart).sum())
+        return residual, noise
+
+    def average(self, evaluator: Evaluator, sampler: Sampler) -> bool:
+        """Go over to the average of the stationary steps, unless its bound is clearly lower."""
+        if self.averaging.count < 2:
+            return False
+        last = dict(evaluator.beliefs)
+        mean = self.averaging.beliefs(last)
+        seed = self.next_seed()
+        before = sampler.estimate(evaluator, self.control, gradient=False, seed=seed)
+        exact = evaluator.elbo()
+        for name, belief in mean.items():
+            evaluator.set(name, belief)
+        after = sampler.estimate(evaluator, self.control, gradient=False, seed=seed)
+        change = torch.tensor(after.values) - torch.tensor(before.values)
         gain = evaluator.elbo() - exact + float(change.mean())
         error = float(change.std()) / math.sqrt(len(after.values))
-        if not gain >= -2 * error:
-            for name in noisy:
-                evaluator.set(name, old[name])
-            self.control = controls
-            self._rate = max(self._rate / 2, 1e-4)
-            self.sampled_value = again.value
-        else:
-            self._rate = min(1.0, self._rate * 1.2)
-            self.sampled_value = after.value
+        if gain >= -2 * error:
+            return True
+        for name in mean:
+            evaluator.set(name, last[name])
+        return False
 
     # --- the start ---------------------------------------------------------------------------------
 

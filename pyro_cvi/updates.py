@@ -24,6 +24,7 @@ from pyro_cvi.families import GAUSSIAN, AbstractFamily, Natural, from_loc_precis
 from pyro_cvi.linalg import (
     inverse_precision,
     log_diagonal_sum,
+    matvec,
     or_zeros,
     precision_to_scale_tril,
     solve_precision,
@@ -73,10 +74,10 @@ class AbstractBelief(ABC):
 
     @abstractmethod
     def inner(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-        """left^T F right per scalar's index: the Fisher metric, in nats, shape of the element's batch.
+        """left^T F right = Cov_q(<left, T>, <right, T>) of every element, in nats.
 
-        Left and right are directions, or gradients in `leaves` and their differences. Summed,
-        d^T F d is 2 KL to second order.
+        Both are directions, or differences of gradients in `leaves`. d^T F d is 2 KL of the step d, to
+        second order.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ leave-one-out baseline serves it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.families import Natural
 from pyro_cvi.graph.evaluator import Evaluator, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
 from pyro_cvi.graph.symbolic import Call
-from pyro_cvi.linalg import matvec, symmetrise
+from pyro_cvi.linalg import matvec, or_zeros, symmetrise
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["Estimate", "Sampler", "draw", "scatter"]
+__all__ = ["Estimate", "Sampler", "Sampling", "draw", "noise_by_site", "scatter"]
 
 
 _FULL_ROUND = 64
@@ -40,12 +41,36 @@ _FULL_ROUND = 64
 _PARAMETERS = "parameters of the model"
 
 
+Messages = dict[str, list[Tensor | None]]
+"""Per block, gradients in its leaves."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How factors are sampled that neither algebra nor quadrature can average.
+
+    Attributes:
+        num_samples: draws a step. A Gaussian block of at most 64 scalars gets two for each of them.
+        antithetic: draws of Gaussian blocks come in pairs that mirror each other.
+        fisher: "analytic", or "sampled": the matrix d mean / d natural of a Gamma, inverse Gamma, Beta
+            or Dirichlet block is then estimated from the draws of the gradient (the paper's way).
+    """
+
+    num_samples: int = 16
+    antithetic: bool = True
+    fisher: str = "analytic"
+
+
 @dataclass
 class Estimate:
-    """The sampled factors' part of the ELBO, and their messages per block (gradients in its leaves)."""
+    """The sampled factors' part of the ELBO, and their messages.
+
+    `parts` are the messages that each of several groups of draws gives alone.
+    """
 
     value: float
-    messages: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    messages: Messages = field(default_factory=dict)
+    parts: list[Messages] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
 
@@ -57,14 +82,19 @@ class Draw:
     leaf: Tensor | tuple[Tensor, ...]
     values: dict[str, Tensor]
     raw: Tensor
+    jacobian: Jacobian | None = None
+
+
+Jacobian = list[list[Tensor]]
+"""d T_i / d natural_j of one draw, summed over the entries of T_i: row i of the Fisher matrix."""
 
 
 class Sampler:
     """Draws and gradients for the sampled factors of a plan."""
 
-    def __init__(self, plan: Plan, call: Call, num_samples: int) -> None:
-        self.plan, self.call = plan, call
-        self.count = num_samples + num_samples % 2
+    def __init__(self, plan: Plan, call: Call, options: Sampling) -> None:
+        self.plan, self.call, self.options = plan, call, options
+        self.count = options.num_samples + options.num_samples % 2
         self.names = frozenset(f.name for f in plan.factors if f.sampled)
         sites = plan.sampled_sites()
         self.blocks = [b for b in plan.blocks if sites & set(b.sites)]
@@ -85,8 +115,9 @@ class Sampler:
         gradient: bool = True,
         seed: int | None = None,
         parameters: Sequence[Tensor] = (),
+        groups: int = 1,
     ) -> Estimate:
-        """Average over draws; antithetic pairs for Gaussian blocks.
+        """Average over draws; with `groups`, the averages over so many parts of them as well.
 
         With a `seed` the draws are common random numbers: two estimates at different beliefs then
         differ by the beliefs alone. The seed does not disturb Pyro's own random state.
@@ -94,7 +125,7 @@ class Sampler:
         if seed is not None:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                return self.estimate(evaluator, control, gradient, None, parameters)
+                return self.estimate(evaluator, control, gradient, None, parameters, groups)
         noise = self._noise(evaluator)
         draws: list[dict[str, Draw]] = []
         values: list[float] = []
@@ -115,10 +146,27 @@ class Sampler:
             mean = _average(tuple(parts), self.count)
             result.parameters.append(torch.zeros_like(p) if mean is None else mean)
         if gradient:
-            for b in self.plan.blocks:
-                held = None if b.placement is not None else control.get(b.name)
-                found = self._combine(b, evaluator.beliefs[b.name], draws, values, grads, held)
-                result.messages[b.name] = [None if g is None else g / b.scale for g in found]
+            result.messages = self._messages(evaluator, control, draws, values, grads)
+            for i in range(groups if groups > 1 else 0):
+                part = slice(i * self.count // groups, (i + 1) * self.count // groups)
+                result.parts.append(
+                    self._messages(evaluator, control, draws[part], values[part], grads[part])
+                )
+        return result
+
+    def _messages(
+        self,
+        evaluator: Evaluator,
+        control: Mapping[str, tuple[Tensor, ...]],
+        draws: list[dict[str, Draw]],
+        values: list[float],
+        grads: list[dict[str, Any]],
+    ) -> Messages:
+        result: Messages = {}
+        for b in self.plan.blocks:
+            held = None if b.placement is not None else control.get(b.name)
+            found = self._combine(b, evaluator.beliefs[b.name], draws, values, grads, held)
+            result[b.name] = [None if g is None else g / b.scale for g in found]
         return result
 
     def estimate_at(
@@ -133,8 +181,11 @@ class Sampler:
         for b in self.blocks:
             belief = evaluator.beliefs[b.name]
             if isinstance(belief, GaussianBelief):
-                half = _orthogonal(self.count // 2, belief.loc)
-                noise[b.name] = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
+                if self.options.antithetic:
+                    half = _orthogonal(self.count // 2, belief.loc)
+                    noise[b.name] = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
+                else:
+                    noise[b.name] = _orthogonal(self.count, belief.loc)
             else:
                 noise[b.name] = None
         return noise
@@ -157,7 +208,10 @@ class Sampler:
             value: Tensor = d.sample()
             return Draw(value, {block.sites[0]: value.reshape(shape)}, value)
         value = d.rsample()
-        return Draw(natural, {block.sites[0]: value.reshape(shape)}, value)
+        jacobian = None
+        if self.options.fisher == "sampled":
+            jacobian = _jacobian(belief, natural, value)
+        return Draw(natural, {block.sites[0]: value.reshape(shape)}, value, jacobian)
 
     def _one(
         self,
@@ -217,7 +271,7 @@ class Sampler:
     ) -> list[Tensor | None]:
         if block not in self.blocks:
             per_leaf = [g[block.name] for g in grads if block.name in g]
-            return [_average(parts, self.count) for parts in zip(*per_leaf, strict=True)]
+            return [_average(parts, len(draws)) for parts in zip(*per_leaf, strict=True)]
         if isinstance(belief, GaussianBelief):
             z = torch.stack([d[block.name].raw for d in draws])
             if self.by_score & set(block.sites):
@@ -229,12 +283,15 @@ class Sampler:
             drawn = torch.stack([d[block.name].raw for d in draws])
             return _family_score(belief, drawn, torch.tensor(values, dtype=drawn.dtype))
         per_leaf = [g[block.name] for g in grads if block.name in g]
-        raw = [_average(parts, self.count) for parts in zip(*per_leaf, strict=True)]
+        raw = [_average(parts, len(draws)) for parts in zip(*per_leaf, strict=True)]
         gradient = tuple(
             torch.zeros_like(n) if r is None else r
             for r, n in zip(raw or [None] * len(belief.natural), belief.natural, strict=True)
         )
         solved = belief.family.fisher_solve(belief.natural, gradient)
+        jacobians = [d[block.name].jacobian for d in draws]
+        if jacobians[0] is not None:
+            solved = _sampled_solve(belief, [j for j in jacobians if j], gradient, solved)
         if control is None:
             return list(solved)
         return [c + s for c, s in zip(control, solved, strict=True)]
@@ -243,6 +300,83 @@ class Sampler:
         """Whether a block outside of the Gaussians, and of subsampled plates, has gradients of draws."""
         gaussian = block.layout is not None or block.placement is not None
         return not gaussian and not self.by_score & set(block.sites)
+
+
+def _jacobian(belief: FamilyBelief, natural: tuple[Tensor, ...], value: Tensor) -> Jacobian:
+    """Rows d T_i / d natural, one for each scalar of T of an element; shapes (*batch, *event)."""
+    family = belief.family
+    rows = []
+    for t, n in zip(family.sufficient_statistics(value), family.event_dims, strict=True):
+        scalars = t.flatten(-n).unbind(-1) if n else (t,)
+        for x in scalars:
+            found = torch.autograd.grad(x.sum(), natural, retain_graph=True, allow_unused=True)
+            rows.append(
+                [
+                    torch.zeros_like(m) if g is None else g
+                    for g, m in zip(found, natural, strict=True)
+                ]
+            )
+    return rows
+
+
+def _sampled_solve(
+    belief: FamilyBelief, jacobians: list[Jacobian], gradient: Natural, otherwise: Natural
+) -> Natural:
+    """J^-T g with J = E_draws[dT / d natural]; where J is singular, `otherwise`."""
+    dims = belief.family.event_dims
+    rows = [
+        torch.cat(
+            [
+                _flat(torch.stack([j[i][k] for j in jacobians]).mean(0), n)
+                for k, n in enumerate(dims)
+            ],
+            -1,
+        )
+        for i in range(len(jacobians[0]))
+    ]
+    matrix = torch.stack(rows, -2)
+    g = torch.cat([_flat(x, n) for x, n in zip(gradient, dims, strict=True)], -1)
+    found, info = torch.linalg.solve_ex(matrix.mT, g.unsqueeze(-1))
+    found = found.squeeze(-1)
+    good = (info == 0) & found.isfinite().all(-1)
+    sizes = [_flat(x, n).shape[-1] for x, n in zip(gradient, dims, strict=True)]
+    parts = found.split(sizes, -1)
+    return tuple(
+        torch.where(good.reshape(good.shape + (1,) * n), p.reshape(x.shape), x)
+        for p, x, n in zip(parts, otherwise, dims, strict=True)
+    )
+
+
+def _flat(x: Tensor, event_dims: int) -> Tensor:
+    """(*batch, *event) as (*batch, scalars)."""
+    return x.flatten(-event_dims) if event_dims else x.unsqueeze(-1)
+
+
+def noise_by_site(
+    evaluator: Evaluator, estimate: Estimate, sites: Collection[str]
+) -> dict[str, float]:
+    """Squared standard error of the messages in the Fisher metric, from the groups of an estimate."""
+    found: dict[str, float] = {}
+    n = len(estimate.parts)
+    for block in evaluator.plan.blocks:
+        mine = [s for s in block.sites if s in sites]
+        belief = evaluator.beliefs[block.name]
+        parts = [
+            tuple(or_zeros(g, like) for g, like in zip(p[block.name], belief.tensors, strict=True))
+            for p in estimate.parts
+        ]
+        mean = [torch.stack(x).mean(0) for x in zip(*parts, strict=True)]
+        for site in mine:
+            total = 0.0
+            for part in parts:
+                apart = tuple(a - m for a, m in zip(part, mean, strict=True))
+                if block.layout is not None:
+                    own = torch.zeros_like(apart[0])
+                    own[block.layout.element[site], block.layout.position[site]] = 1.0
+                    apart = (own * apart[0], own.unsqueeze(-1) * apart[1] * own.unsqueeze(-2))
+                total += float(belief.inner(apart, apart).sum())
+            found[site] = total / (n * (n - 1))
+    return found
 
 
 def scatter(block: Block, z: Tensor) -> dict[str, Tensor]:

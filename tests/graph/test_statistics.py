@@ -142,7 +142,8 @@ def hidden_markov():
 
 MODELS = [
     diagonal_mixture, full_mixture, topics, factor_analysis, masked_factor_analysis,
-    factor_analysis_of_events, two_factors, two_parents, switching_regression, logistic_mixture, hidden_markov,
+    factor_analysis_of_events, two_factors, two_parents, switching_regression, logistic_mixture,
+    hidden_markov,
 ]  # fmt: skip
 
 

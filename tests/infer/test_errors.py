@@ -220,12 +220,16 @@ def test_parameters_without_an_optimiser():
         new(model).step()
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"max_dense_dim": 0}, {"max_dense_dim": 2.5}, {"num_samples": 1}]
-)
-def test_bad_options(kwargs):
+@pytest.mark.parametrize("kwargs", [{"max_dense_dim": 0}, {"max_dense_dim": 2.5}])
+def test_bad_options_of_the_guide(kwargs):
     with pytest.raises(CVIError, match=next(iter(kwargs))):
         AutoCVI(regression, **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{"num_samples": 1}, {"fisher": "exact"}, {"seed": 0.5}])
+def test_bad_options_of_sampling(kwargs):
+    with pytest.raises(CVIError, match=next(iter(kwargs))):
+        CVI(regression, AutoCVI(regression), **kwargs)
 
 
 def test_an_improper_posterior():

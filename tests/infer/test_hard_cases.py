@@ -12,9 +12,9 @@ from scipy import integrate, optimize, stats
 from pyro_cvi import CVI, AutoCVI, explain
 
 
-def fit(model, *args, steps=60, **kwargs):
+def fit(model, *args, steps=60, num_samples=16, **kwargs):
     guide = AutoCVI(model, **kwargs)
-    cvi = CVI(model, guide)
+    cvi = CVI(model, guide, num_samples=num_samples)
     losses = [cvi.step(*args) for _ in range(steps)]
     return guide, cvi, losses
 

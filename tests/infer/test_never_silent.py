@@ -11,9 +11,9 @@ import torch
 from pyro_cvi import CVI, AutoCVI, CVIError, explain
 
 
-def fit(model, *args, steps=60, **kwargs):
+def fit(model, *args, steps=60, num_samples=16, **kwargs):
     guide = AutoCVI(model, **kwargs)
-    cvi = CVI(model, guide)
+    cvi = CVI(model, guide, num_samples=num_samples)
     return guide, cvi, [cvi.step(*args) for _ in range(steps)]
 
 

@@ -1,0 +1,251 @@
+"""Sampled fits: the estimate of how far it is to the optimum, when they stop, and what can be chosen."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_cvi import CVI, AutoCVI, CVIError
+from pyro_cvi.averaging import ERROR, Averaging
+from pyro_cvi.graph import Evaluator
+from pyro_cvi.updates import GaussianBelief
+
+Y = torch.tensor([1.3, 0.2, 2.5, 1.9], dtype=torch.float64)
+COUNTS = torch.tensor([3.0, 1.0, 6.0, 2.0], dtype=torch.float64)
+
+
+def hidden(z: Tensor) -> Tensor:
+    """The value itself, by an operation that the algebra does not know: what comes after is sampled."""
+    return torch.sort(torch.stack([z, z + 1], -1), -1).values[..., 0]
+
+
+def normals() -> None:
+    """Posterior N(y_i / 1.25, 1 / 1.25 * 0.25): conjugate, though nobody sees it."""
+    with pyro.plate("n", 4):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(hidden(z), 0.5), obs=Y)
+
+
+def gammas() -> None:
+    """Posterior Gamma(2 + y_i, 2)."""
+    with pyro.plate("n", 4):
+        z = pyro.sample("z", dist.Gamma(2.0, 1.0))
+        pyro.sample("y", dist.Poisson(hidden(z)), obs=COUNTS)
+
+
+def simplexes() -> None:
+    """Posterior Dirichlet(1 + counts)."""
+    p = pyro.sample("z", dist.Dirichlet(torch.ones(4, dtype=torch.float64)))
+    pyro.factor("y", (COUNTS * hidden(p).log()).sum())
+
+
+def logistic() -> None:
+    """Nothing is conjugate here."""
+    x = torch.linspace(-2, 2, 20, dtype=torch.float64)
+    with pyro.plate("k", 3):
+        w = pyro.sample("z", dist.Normal(0.0, 2.0))
+    logits = torch.stack([x * w[0] + w[1], w[2] * x.square(), 0 * x], -1)
+    with pyro.plate("n", 20):
+        pyro.sample("y", dist.Categorical(logits=logits), obs=torch.arange(20) % 3)
+
+
+EXACT = {normals: (Y / 1.25, 0.2), gammas: ((2 + COUNTS) / 2, None), simplexes: None}
+
+
+def fitted(model: object, steps: int, **options: object) -> tuple[CVI, AutoCVI]:
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide, **options)
+    for _ in range(steps):
+        cvi.step()
+    return cvi, guide
+
+
+# --- residual and noise ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [normals, gammas, simplexes])
+def test_two_halves_estimate_the_distance_without_bias(model):
+    """E[d1^T F d2] = d^T F d, which a conjugate model behind an unknown operation knows exactly."""
+    cvi, guide = fitted(model, 1)
+    prepared = guide.prepared
+    evaluator = Evaluator(prepared.plan, guide.beliefs())
+    (block,) = prepared.plan.blocks
+    belief = evaluator.beliefs[block.name]
+    if model is normals:
+        precision = 5.0 * torch.eye(4, dtype=torch.float64)
+        slope = 5.0 * (Y / 1.25 - belief.loc)
+        exact = belief.direction([slope, -0.5 * precision.unsqueeze(0)])
+    elif model is gammas:
+        exact = tuple(
+            t - n
+            for t, n in zip(
+                belief.family.from_distribution(dist.Gamma(2 + COUNTS, torch.full((4,), 2.0).double())),
+                belief.natural, strict=True,
+            )
+        )  # fmt: skip
+    else:
+        (n,) = belief.natural
+        (t,) = belief.family.from_distribution(dist.Dirichlet(1 + COUNTS))
+        exact = (t - n,)
+    sampler = cvi._sampler(prepared, (), {})
+    pairs = [
+        cvi._sweeper._distance(
+            evaluator, [block], sampler.estimate(evaluator, {}, seed=i, groups=2)
+        )
+        for i in range(200)
+    ]
+    residual = torch.tensor([r for r, _ in pairs])
+    expected = float(belief.inner(exact, exact).sum())
+    error = float(residual.std()) / math.sqrt(len(residual))
+    # Orthogonal directions make the halves of a Gaussian's draws a little dependent: not here, d = 1.
+    assert abs(float(residual.mean()) - expected) < 4 * error
+    assert all(noise >= 0 for _, noise in pairs)
+
+
+def test_noise_of_the_messages_is_that_of_repeated_estimates():
+    cvi, guide = fitted(logistic, 3, num_samples=64)
+    prepared = guide.prepared
+    evaluator = Evaluator(prepared.plan, guide.beliefs())
+    (block,) = prepared.plan.blocks
+    belief = evaluator.beliefs[block.name]
+    sampler = cvi._sampler(prepared, (), {})
+    control = cvi._sweeper.control
+    draws = [sampler.estimate(evaluator, control, seed=i).messages[block.name] for i in range(60)]
+    mean = [torch.stack(x).mean(0) for x in zip(*draws, strict=True)]
+    squares = [
+        float(belief.inner(*[tuple(a - m for a, m in zip(d, mean, strict=True))] * 2).sum())
+        for d in draws
+    ]
+    direct = sum(squares) / 59
+    reported = [cvi.message_noise()["z"] for _ in range(10)]
+    assert direct / 2 < sum(reported) / 10 < 2 * direct
+
+
+def test_noise_falls_with_the_number_of_draws_and_needs_two_groups():
+    few, _ = fitted(logistic, 5)
+    many, _ = fitted(logistic, 5, num_samples=256)
+    assert sum(many.message_noise()["z"] for _ in range(5)) < sum(
+        few.message_noise()["z"] for _ in range(5)
+    )
+    with pytest.raises(CVIError, match="num_groups"):
+        few.message_noise(num_groups=1)
+
+
+# --- stopping and averaging ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [normals, gammas, simplexes])
+def test_a_sampled_run_stops_by_itself_at_the_optimum(model):
+    guide = AutoCVI(model)
+    result = CVI(model, guide).run(num_steps=400)
+    assert result.converged and "within 0.001 nats" in result.reason
+    assert 10 <= result.num_steps < 60
+    q = guide.posterior("z")
+    if model is normals:
+        mean, sd = Y / 1.25, math.sqrt(0.2)
+    elif model is gammas:
+        mean, sd = (2 + COUNTS) / 2, ((2 + COUNTS) / 4).sqrt()
+    else:
+        exact = dist.Dirichlet(1 + COUNTS)
+        mean, sd = exact.mean, exact.variance.sqrt()
+    # Squared distance ERROR a scalar is 0.03 standard deviations of a mean; four times that is a bound.
+    assert float(((q.mean - mean) / sd).abs().max()) < 4 * math.sqrt(ERROR)
+
+
+def test_the_average_is_nearer_to_the_optimum_than_the_last_step():
+    """Of fits of a fixed length, on a model whose noise does not vanish."""
+    long = AutoCVI(logistic)
+    CVI(logistic, long, num_samples=500).run(num_steps=40)
+    best = long.beliefs()["z"]
+    last, mean = [], []
+    for seed in range(6):
+        guide = AutoCVI(logistic)
+        cvi = CVI(logistic, guide, num_samples=4, seed=seed)
+        kept = {}
+        average = cvi._average
+        cvi._average = lambda *a, g=guide, k=kept, f=average: (k.update(g.beliefs()), f(*a))
+        cvi.run(num_steps=80, tol=0.0)
+        last.append(float(best.kl(kept["z"])))
+        mean.append(float(best.kl(guide.beliefs()["z"])))
+    assert sum(mean) < 0.5 * sum(last)
+
+
+def test_tol_zero_takes_all_steps():
+    assert CVI(normals, AutoCVI(normals)).run(num_steps=60, tol=0.0).num_steps == 60
+
+
+def test_an_average_far_from_zero_keeps_its_digits():
+    """Locations of 1e6 with unit spread, in float32."""
+    averaging = Averaging()
+    for i in range(4):
+        loc = torch.tensor([[1e6 + i]])
+        averaging.add({"z": GaussianBelief(loc, torch.ones(1, 1, 1))})
+    found = averaging.beliefs({"z": GaussianBelief(loc, torch.ones(1, 1, 1))})["z"]
+    assert float(found.loc) == pytest.approx(1e6 + 1.5, abs=0.1)
+
+
+# --- options ---------------------------------------------------------------------------------------
+
+
+def test_a_seed_makes_fits_repeatable_and_leaves_the_global_state_alone():
+    found = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        guide = AutoCVI(normals, init_loc_fn=pyro.infer.autoguide.init_to_mean)
+        cvi = CVI(normals, guide, seed=5)
+        cvi.step()
+        before = torch.get_rng_state()
+        for _ in range(5):
+            cvi.step()
+        cvi.message_noise()
+        assert torch.equal(before, torch.get_rng_state())
+        found.append((guide.posterior("z").mean, cvi.evaluate_loss()))
+    torch.testing.assert_close(found[0], found[1])
+    other = CVI(normals, AutoCVI(normals), seed=6)
+    other.run(num_steps=6)
+    assert not torch.equal(other.guide.posterior("z").mean, found[0][0])
+
+
+@pytest.mark.parametrize("model", [gammas, simplexes])
+def test_the_sampled_fisher_matrix_agrees_with_the_analytic_one(model):
+    """From the same draws an affine factor's message has no noise at all (the paper's way)."""
+    exact, _ = fitted(model, 1, seed=1)
+    sampled, guide = fitted(model, 1, seed=1, fisher="sampled")
+    prepared = guide.prepared
+    (block,) = prepared.plan.blocks
+    evaluator = Evaluator(prepared.plan, guide.beliefs())
+    messages = {
+        name: cvi._sampler(prepared, (), {}).estimate(evaluator, {}, seed=3).messages[block.name]
+        for name, cvi in (("exact", exact), ("sampled", sampled))
+    }
+    if model is gammas:
+        wanted = (COUNTS, -torch.ones(4, dtype=torch.float64))
+    else:
+        wanted = (COUNTS,)
+    for got, want in zip(messages["sampled"], wanted, strict=True):
+        free = got - got.mean() + want.mean() if model is simplexes else got
+        torch.testing.assert_close(free, want, rtol=1e-6, atol=1e-6)
+    assert any(
+        float((a - b).abs().max()) > 1e-3
+        for a, b in zip(messages["exact"], messages["sampled"], strict=True)
+    )
+
+
+def test_draws_without_antithetic_pairs_have_the_same_mean_and_more_noise():
+    noises = {}
+    for antithetic in (True, False):
+        cvi, guide = fitted(normals, 1, seed=2, antithetic=antithetic)
+        evaluator = Evaluator(guide.plan, guide.beliefs())
+        sampler = cvi._sampler(guide.prepared, (), {})
+        draws = [sampler.estimate(evaluator, {}, seed=i).messages["z"][0] for i in range(200)]
+        values = torch.stack(draws)
+        noises[antithetic] = values.std(0).mean()
+        expected = (Y - evaluator.beliefs["z"].loc) / 0.25
+        error = values.std(0) / math.sqrt(200)
+        assert bool(((values.mean(0) - expected).abs() <= 4 * error + 1e-9).all())
+    assert noises[True] < 1e-6 < noises[False]
