@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.averaging import Averaging
+from pyro_cvi.climb import climb
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
@@ -50,7 +51,7 @@ _MOST_ROUNDS = 20
 _SETTLED = 1e-4
 """Nats per element of the plate below which local blocks have settled."""
 _COMPARED = 8
-"""Sampled steps that are compared with what they left: so many first ones, and one of so many later."""
+"""Sampled steps on minibatches that are tested: so many first ones, and one of so many later."""
 _DAMPED = 0.5
 """Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
 
@@ -83,7 +84,6 @@ class Sweeper:
         self._rho: dict[str, float] = {}
         self._rate = 0.5
         self._held: float | None = None
-        self._doubtful = 0
         self._ahead: tuple[Plan, dict[str, Belief], Estimate] | None = None
         self.averaging = Averaging()
         self._memory: SiteMessages | None = None
@@ -134,6 +134,8 @@ class Sweeper:
         noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
         if self.time == 0 and not fitted and not noisy and self.seeded:
             start(evaluator, self.deterministic, self.located)
+        if self.time == 0 and not fitted and noisy and not plan.stochastic:
+            climb(evaluator, sampler(), [b for b in plan.blocks if self._may_climb(b, noisy)])
         if self.temperature > 1 and self.time % _SHAKEN == 0:
             _shake(evaluator)
         if plan.stochastic:
@@ -144,6 +146,9 @@ class Sweeper:
                     self.deterministic(evaluator, block)
         if noisy:
             self._sampled(evaluator, sampler(), noisy)
+
+    def _may_climb(self, block: Block, noisy: frozenset[str]) -> bool:
+        return block.name in noisy and bool(block.size) and not set(block.sites) & set(self.located)
 
     def deterministic(self, evaluator: Evaluator, block: Block) -> None:
         """The step of a block with exact messages or quadrature."""
@@ -358,58 +363,72 @@ class Sweeper:
     # --- sampled factors ---------------------------------------------------------------------------
 
     def _sampled(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
-        """One damped step of all blocks that sampled factors touch, undone if it clearly loses.
+        """One damped step of all blocks that sampled factors touch, undone if it overshoots.
 
-        In the first steps, and every few from then on, the ELBO before and after is compared on common
-        random numbers; a fall of more than two standard errors means the step was too long for the
-        noise of its gradient. The draws after a step are those of the next one's messages.
+        With g_0 and g_1 the slopes of the ELBO along the step at its start and at its end, the latter
+        from draws of its own, the rise is about (g_0 + g_1) / 2: g_1 < -g_0, by more than two standard
+        errors, means that the step was too long; so does an ELBO that is clearly lower. The draws at
+        the end serve the next step's messages.
         """
         plan, old = evaluator.plan, dict(evaluator.beliefs)
+        blocks = [b for b in plan.blocks if b.name in noisy and b.size]
         before = self._known(evaluator)
         if before is None:
             before = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
-        exact = evaluator.elbo()
+        start = self._directions(evaluator, blocks, before)
         cloud = self.averaging
         rho = self._held or self._rate * (1 + self.time / 20) ** -0.7
-        blocks = [b for b in plan.blocks if b.name in noisy and b.size]
         stationary = False
         if not plan.stochastic and not plan.learns and self.temperature == 1:
-            residual, noise = self._distance(evaluator, blocks, before)
             cloud.scalars = sum(b.size for b in blocks)
-            stationary = cloud.observe(residual, noise, rho)
-        controls = dict(self.control)
+            stationary = cloud.observe(*_distance(old, start), rho)
+        controls, exact = dict(self.control), evaluator.elbo()
         for block in blocks:
             self.noisy(evaluator, block, before.messages.get(block.name), rho)
-        compared = self.time < _COMPARED or self.time % _COMPARED == 0 or self._doubtful > 0
-        self._doubtful = max(0, self._doubtful - 1)
-        if plan.stochastic and not compared:
-            self.sampled_value = before.value  # the next step sees other elements
+        self.sampled_value = before.value
+        if plan.stochastic and self.time >= _COMPARED and self.time % _COMPARED:
+            return  # the next step sees other elements
+        after = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
+        end = self._directions(evaluator, blocks, after)
+        new = evaluator.beliefs
+        first = sum(_slope(old, new, start, i) for i in (0, 1)) / 2
+        halves = [_slope(old, new, end, i) for i in (0, 1)]
+        last, error = sum(halves) / 2, abs(halves[0] - halves[1]) / 2
+        fall = exact + before.value - evaluator.elbo() - after.value
+        doubt = 3 * math.hypot(before.error, after.error)
+        if not (last >= -abs(first) - 2 * error and fall <= doubt):
+            for name in noisy:
+                evaluator.set(name, old[name])
+            self.control = controls
+            self._rate = max(self._rate / 4, 1e-8)
+            self._held = None if self._held is None else self._held / 4
+            self._ahead = (plan, old, before)
             return
-        seed = self.next_seed()
-        after = sampler.estimate(evaluator, self.control, not plan.stochastic, seed=seed, groups=2)
-        self._ahead = (plan, dict(evaluator.beliefs), after)
+        self._ahead = (plan, dict(new), after)
         self.sampled_value = after.value
-        if compared:
-            again = sampler.estimate_at(old, evaluator, seed=seed)
-            change = torch.tensor(after.values) - torch.tensor(again.values)
-            gain = evaluator.elbo() - exact + float(change.mean())
-            error = float(change.std()) / math.sqrt(len(after.values))
-            if gain >= -2 * error:
-                self._rate = min(1.0, self._rate * 1.2)
-            else:
-                for name in noisy:
-                    evaluator.set(name, old[name])
-                self.control = controls
-                self._rate = max(self._rate / 2, 1e-4)
-                self._held = None if self._held is None else self._held / 2
-                self._doubtful, self._ahead = _COMPARED, None
-                self.sampled_value = again.value
+        longer = last > 0.25 * first
+        self._rate = min(1.0, self._rate * (1.5 if longer else 1.1 if last >= 0 else 0.9))
         if stationary:
             self._held = self._held or rho
-            cloud.add({b.name: evaluator.beliefs[b.name] for b in blocks})
+            cloud.add({b.name: new[b.name] for b in blocks})
         else:
             self._held = None
             cloud.restart()
+
+    def _directions(
+        self, evaluator: Evaluator, blocks: list[Block], estimate: Estimate
+    ) -> dict[str, list[tuple[Tensor, ...]]]:
+        """For each block the full step, from each half of the draws."""
+        found = {}
+        for block in blocks:
+            belief, rest = evaluator.beliefs[block.name], evaluator.message(block)
+            found[block.name] = [
+                belief.direction(
+                    [sum_gradients(a, b) for a, b in zip(rest, part[block.name], strict=True)]
+                )
+                for part in estimate.parts
+            ]
+        return found
 
     def _known(self, evaluator: Evaluator) -> Estimate | None:
         """The estimate that the last step has left, if nothing has changed since."""
@@ -419,24 +438,6 @@ class Sweeper:
         self._ahead = None
         same = plan is evaluator.plan and all(evaluator.beliefs[n] is b for n, b in beliefs.items())
         return estimate if same and not plan.learns and not plan.stochastic else None
-
-    def _distance(
-        self, evaluator: Evaluator, blocks: list[Block], estimate: Estimate
-    ) -> tuple[float, float]:
-        """d_1^T F d_2 of two halves of the draws, and the noise of both together."""
-        residual = noise = 0.0
-        for block in blocks:
-            belief = evaluator.beliefs[block.name]
-            rest = evaluator.message(block)
-            halves = [
-                [sum_gradients(a, b) for a, b in zip(rest, part[block.name], strict=True)]
-                for part in estimate.parts
-            ]
-            one, two = (belief.direction(h) for h in halves)
-            apart = tuple((a - b) / 2 for a, b in zip(one, two, strict=True))
-            residual += float(belief.inner(one, two).sum())
-            noise += float(belief.inner(apart, apart).sum())
-        return residual, noise
 
     def average(self, evaluator: Evaluator, sampler: Sampler) -> bool:
         """Go over to the average of the stationary steps, unless its bound is clearly lower."""
@@ -491,6 +492,33 @@ class Sweeper:
                     evaluator.set(name, b)
                 return
             elbo = narrower
+
+
+def _distance(
+    beliefs: dict[str, Belief], directions: dict[str, list[tuple[Tensor, ...]]]
+) -> tuple[float, float]:
+    """d_1^T F d_2 of two halves of the draws, and the noise of both together."""
+    residual = noise = 0.0
+    for name, (one, two) in directions.items():
+        apart = tuple((a - b) / 2 for a, b in zip(one, two, strict=True))
+        residual += float(beliefs[name].inner(one, two).sum())
+        noise += float(beliefs[name].inner(apart, apart).sum())
+    return residual, noise
+
+
+def _slope(
+    old: dict[str, Belief],
+    new: dict[str, Belief],
+    directions: dict[str, list[tuple[Tensor, ...]]],
+    half: int,
+) -> float:
+    """<gradient of the ELBO, change of the mean parameters>, in nats."""
+    total = 0.0
+    for name, parts in directions.items():
+        if new[name] is not old[name]:
+            changes = zip(parts[half], new[name].leaves(), old[name].leaves(), strict=True)
+            total += sum(float((d * (b - a).detach()).sum()) for d, b, a in changes)
+    return total
 
 
 def _shake(evaluator: Evaluator) -> None:

@@ -24,11 +24,13 @@ from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.symbolic import Latent
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["initial_belief", "initial_beliefs", "located_points"]
+__all__ = ["around", "initial_belief", "initial_beliefs", "located_points"]
 
 _SPREAD = 0.1
 """Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`), and relative
 one of a site of another family that starts at a point."""
+_PARTING = 4.0
+"""Shape of the Gamma noise of mean one in the start of positive sites that are sampled."""
 _GENERIC = (init_to_feasible, init_to_mean, init_to_median, init_to_uniform)
 """Ways to start that mean nothing for a discrete site."""
 
@@ -46,7 +48,7 @@ def initial_belief(plan: Plan, block: Block, located: Mapping[str, Tensor] | Non
     tensors = belief.tensors
     for name in block.sites:
         if name in located:
-            found = _around(plan.latents[name], located[name])
+            found = around(plan.latents[name], located[name])
             if block.is_chain:
                 assert found is not None
                 tensors[0][..., block.step(name), :] = found[0]
@@ -68,9 +70,23 @@ def _usual(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief:
         logits = torch.randn(shape, dtype=dtype, device=latent.support.device)
         return FamilyBelief(latent.family, (logits,))
     natural = latent.family.from_distribution(latent.prior)
+    if latent.name in plan.sampled_sites() and latent.family in (GAMMA, INVERSE_GAMMA):
+        found = around(latent, _apart(latent))
+        assert found is not None
+        natural = found
     shape = latent.shape[: len(latent.shape) - latent.family.event_dim]
     natural = latent.family.expand(natural, torch.Size(shape))
     return FamilyBelief(latent.family, tuple(n.detach().clone() for n in natural))
+
+
+def _apart(latent: Latent) -> Tensor:
+    """A point near the prior's mean, with factors of .5 to 1.6: parts of a sum must be able to part.
+
+    Under the prior itself, wide and perhaps without a mean, a sampled factor would be all noise.
+    """
+    middle = _moment(latent.prior, "mean", latent.value).expand(latent.shape)
+    noise: Tensor = torch._standard_gamma(torch.full_like(middle, _PARTING))
+    return (middle * noise / _PARTING).clamp(min=torch.finfo(middle.dtype).tiny)
 
 
 def _chain(
@@ -175,7 +191,7 @@ def _checked_point(latent: Latent, value: Any, prior: Any) -> Tensor:
     return point
 
 
-def _around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
+def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
     """A narrow member of the site's family around a point; None for a family that has no rule here.
 
     Gamma, inverse Gamma: mean `point`. Beta, Dirichlet: mean `point`. Discrete: 9/10 on `point`.

@@ -74,6 +74,12 @@ class Estimate:
     values: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
 
+    @property
+    def error(self) -> float:
+        """The standard error of `value`, as if draws were independent."""
+        values = torch.tensor(self.values, dtype=torch.float64)
+        return float(values.std()) / len(values) ** 0.5
+
 
 @dataclass(frozen=True, eq=False)
 class Draw:
@@ -221,15 +227,7 @@ class Sampler:
         parameters: Sequence[Tensor],
         control: Mapping[str, tuple[Tensor, ...]],
     ) -> tuple[float, dict[str, Any]]:
-        fixed = {s: v for d in draws.values() for s, v in d.values.items()}
-        symbolic = self.call.symbolic(fixed, self.names)
-        factors = compile_factors(
-            symbolic, self.plan.blocks, self.plan.structure.fresh(), stacked=False
-        )
-        moments, probabilities = moments_of(self.plan, evaluator.leaves, evaluator.beliefs)
-        total = torch.zeros(())
-        for f in factors:
-            total = f(moments, probabilities) + total
+        total = self._value(evaluator, draws)
         if not gradient or not total.requires_grad:
             return float(total.detach()), {}
         inputs: list[Tensor] = []
@@ -259,6 +257,35 @@ class Sampler:
         for owner, part in zip(owners, found, strict=True):
             grads.setdefault(owner, []).append(part)
         return float(total.detach()), grads
+
+    def _value(self, evaluator: Evaluator, draws: Mapping[str, Draw]) -> Tensor:
+        """The sampled factors given the draws, the other sites averaged."""
+        fixed = {s: v for d in draws.values() for s, v in d.values.items()}
+        symbolic = self.call.symbolic(fixed, self.names)
+        factors = compile_factors(
+            symbolic, self.plan.blocks, self.plan.structure.fresh(), stacked=False
+        )
+        moments, probabilities = moments_of(self.plan, evaluator.leaves, evaluator.beliefs)
+        total = torch.zeros(())
+        for f in factors:
+            total = f(moments, probabilities) + total
+        return total
+
+    def at_points(self, evaluator: Evaluator, points: Mapping[str, Tensor]) -> Tensor:
+        """The sampled factors with some blocks at points, the other sampled ones at their means."""
+        draws = {}
+        for b in self.blocks:
+            belief = evaluator.beliefs[b.name]
+            if isinstance(belief, GaussianBelief):
+                draws[b.name] = Draw(belief.loc, scatter(b, belief.loc), belief.loc)
+            else:
+                assert isinstance(belief, FamilyBelief)
+                x = points.get(b.name)
+                if x is None:
+                    x = belief.family.to_distribution(belief.natural).mean
+                shape = self.plan.latents[b.sites[0]].shape
+                draws[b.name] = Draw(x, {b.sites[0]: x.reshape(shape)}, x)
+        return self._value(evaluator, draws)
 
     def _combine(
         self,
