@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy.optimize import minimize
+from scipy.special import digamma, gammaln
 from torch import Tensor
 
 from pyro_cvi import CVI, AutoCVI, CVIError
 from pyro_cvi.averaging import ERROR, Averaging
+from pyro_cvi.families import GAMMA
 from pyro_cvi.graph import Evaluator
-from pyro_cvi.updates import GaussianBelief
+from pyro_cvi.sweep import _distance
+from pyro_cvi.updates import FamilyBelief, GaussianBelief
 
 Y = torch.tensor([1.3, 0.2, 2.5, 1.9], dtype=torch.float64)
 COUNTS = torch.tensor([3.0, 1.0, 6.0, 2.0], dtype=torch.float64)
@@ -94,8 +99,11 @@ def test_two_halves_estimate_the_distance_without_bias(model):
         exact = (t - n,)
     sampler = cvi._sampler(prepared, (), {})
     pairs = [
-        cvi._sweeper._distance(
-            evaluator, [block], sampler.estimate(evaluator, {}, seed=i, groups=2)
+        _distance(
+            evaluator.beliefs,
+            cvi._sweeper._directions(
+                evaluator, [block], sampler.estimate(evaluator, {}, seed=i, groups=2)
+            ),
         )
         for i in range(200)
     ]
@@ -157,22 +165,59 @@ def test_a_sampled_run_stops_by_itself_at_the_optimum(model):
     assert float(((q.mean - mean) / sd).abs().max()) < 4 * math.sqrt(ERROR)
 
 
+def sums() -> None:
+    """The rate is a function of the sum of five Gammas."""
+    with pyro.plate("k", 5):
+        z = pyro.sample("z", dist.Gamma(1.0, 1.0))
+    with pyro.plate("n", 3):
+        rate = 3 * torch.log1p(z.sum())
+        pyro.sample("y", dist.Poisson(rate), obs=torch.tensor([4.0, 6.0, 5.0]))
+
+
+def optimum_of_sums() -> tuple[float, float]:
+    """The best q(z) = Gamma(a, b)^5: then the sum is Gamma(5 a, b), and the bound one integral."""
+
+    def negative_bound(p: np.ndarray) -> float:
+        a, b = np.exp(p)
+        u = np.linspace(-12, 6, 4001)  # log of the sum
+        x = np.exp(u)
+        density = np.exp(5 * a * (np.log(b) + u) - b * x - gammaln(5 * a))
+        rate = 3 * np.log1p(x)
+        likelihood = np.trapezoid(density * (15 * np.log(rate) - 3 * rate), u)
+        entropy = a - np.log(b) + gammaln(a) + (1 - a) * digamma(a)
+        return float(-likelihood + 5 * (a / b - entropy))
+
+    found = minimize(negative_bound, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-9})
+    return float(np.exp(found.x[0])), float(np.exp(found.x[1]))
+
+
 def test_the_average_is_nearer_to_the_optimum_than_the_last_step():
     """Of fits of a fixed length, on a model whose noise does not vanish."""
-    long = AutoCVI(logistic)
-    CVI(logistic, long, num_samples=500).run(num_steps=40)
-    best = long.beliefs()["z"]
+    a, b = (torch.full((5,), x) for x in optimum_of_sums())
+    best = FamilyBelief(GAMMA, GAMMA.from_distribution(dist.Gamma(a, b)))
     last, mean = [], []
-    for seed in range(6):
-        guide = AutoCVI(logistic)
-        cvi = CVI(logistic, guide, num_samples=4, seed=seed)
+    for seed in range(8):
+        guide = AutoCVI(sums)
+        cvi = CVI(sums, guide, num_samples=4, seed=seed)
         kept = {}
         average = cvi._average
         cvi._average = lambda *a, g=guide, k=kept, f=average: (k.update(g.beliefs()), f(*a))
-        cvi.run(num_steps=80, tol=0.0)
+        cvi.run(num_steps=200, tol=0.0)
         last.append(float(best.kl(kept["z"])))
         mean.append(float(best.kl(guide.beliefs()["z"])))
     assert sum(mean) < 0.5 * sum(last)
+
+
+def test_a_run_that_stops_by_its_average_is_as_near_as_it_says():
+    a, b = (torch.full((5,), x) for x in optimum_of_sums())
+    best = FamilyBelief(GAMMA, GAMMA.from_distribution(dist.Gamma(a, b)))
+    left = []
+    for seed in range(5):
+        guide = AutoCVI(sums)
+        result = CVI(sums, guide, seed=seed).run(num_steps=400)
+        assert result.converged
+        left.append(2 * float(best.kl(guide.beliefs()["z"])))
+    assert sum(left) / 5 < 3 * ERROR * 5
 
 
 def test_tol_zero_takes_all_steps():
