@@ -189,6 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     at = machine()
     warm_up()
+    torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])  # torch imports much for its first one
     rows: list[Row] = []
     details: dict[str, Any] = {}
     cap = 1.0 if options.small else options.cap

@@ -28,6 +28,8 @@ __all__ = ["ERROR", "Averaging"]
 
 _WINDOW = 10
 """Fewest steps over which residual and noise are averaged."""
+_SLACK = 4.0
+"""How much farther from the optimum than a cloud the steps have to be before an average is given up."""
 ERROR = 1e-3
 """Squared distance in nats for every scalar of the sampled blocks at which an average is good enough:
 0.03 standard deviations of a mean."""
@@ -51,7 +53,8 @@ class Averaging:
         window = max(_WINDOW, len(self.residuals) // 3)
         if len(self.residuals) < window:
             return False
-        return sum(self.residuals[-window:]) <= rho * sum(self.noises[-window:])
+        slack = _SLACK if self.count else 1.0  # an average is not given up for a fluctuation
+        return sum(self.residuals[-window:]) <= slack * rho * sum(self.noises[-window:])
 
     @property
     def is_near(self) -> bool:

@@ -12,6 +12,8 @@ then begin around it, narrow; what they are to become is for the steps to find.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
@@ -25,15 +27,25 @@ from pyro_cvi.updates import FamilyBelief
 
 __all__ = ["climb"]
 
-_STEPS = 300
-_RATE = 0.05
-"""Of Adam in log x: a step changes a value by at most about 5 %."""
-_PATIENCE = 20
-_SETTLED = 1e-4
-"""Relative gain in so many steps below which the climb ends."""
+_ROUNDS, _STEPS = 20, 100
+"""Of L-BFGS; after each round it is asked whether the climb still gains."""
+_HISTORY = 20
+_FAR = 15.0
+"""How far log x may move: a factor of three million."""
+_LOST = 10.0
+"""What a point without a finite density counts for, in units of the best value's size."""
+_GAIN = 0.01
+"""Nats for every scalar in a round below which the climb ends."""
 
 
-def climb(evaluator: Evaluator, sampler: Sampler, blocks: list[Block]) -> None:
+def climb(
+    evaluator: Evaluator,
+    sampler: Sampler,
+    blocks: list[Block],
+    *,
+    rounds: int = _ROUNDS,
+    steps: int = _STEPS,
+) -> None:
     """Move the Gamma and inverse Gamma blocks among `blocks` to narrow beliefs at the mode."""
     blocks = [
         b
@@ -42,26 +54,49 @@ def climb(evaluator: Evaluator, sampler: Sampler, blocks: list[Block]) -> None:
     ]
     if not blocks:
         return
-    logs = {b.name: _middle(evaluator, b).log().requires_grad_() for b in blocks}
-    optimiser = torch.optim.Adam(logs.values(), lr=_RATE, betas=(0.9, 0.99))
+    first = {b.name: _middle(evaluator, b).log() for b in blocks}
+    logs = {n: torch.zeros_like(u).requires_grad_() for n, u in first.items()}
+    messages = {b.name: _message(evaluator, b) for b in blocks}
+
+    def log_joint() -> Tensor:
+        points = {n: (first[n] + u.clamp(-_FAR, _FAR)).exp() for n, u in logs.items()}
+        total = sampler.at_points(evaluator, points)
+        for b in blocks:
+            statistics = b.family.sufficient_statistics(points[b.name])
+            total = total + b.family.inner(messages[b.name], statistics).sum() + logs[b.name].sum()
+        return total
+
     best, found = -torch.inf, {n: u.detach().clone() for n, u in logs.items()}
-    history: list[float] = []
-    for i in range(_STEPS):
-        value = _log_joint(evaluator, sampler, blocks, logs)
+
+    def closure() -> Tensor:
+        nonlocal best, found
+        value = log_joint()
         now = float(value.detach())
         if now > best:
             best, found = now, {n: u.detach().clone() for n, u in logs.items()}
-        history.append(now)
-        settled = _SETTLED * (abs(best) + 1)
-        if i >= _PATIENCE and best - max(history[:-_PATIENCE]) < settled:
-            break
+        elif not now > -torch.inf:  # too far along a line: a loss from which the search comes back
+            for u in logs.values():
+                u.grad = torch.zeros_like(u)
+            return torch.tensor(_LOST * (abs(best) + 1), dtype=value.dtype)
         grads = torch.autograd.grad(-value, list(logs.values()), allow_unused=True)
         for u, g in zip(logs.values(), grads, strict=True):
-            u.grad = or_zeros(g, u).nan_to_num(0.0)
-        optimiser.step()
+            u.grad = or_zeros(g, u).nan_to_num(0.0, 0.0, 0.0)
+        return -value.detach()
+
+    least = _GAIN * sum(u.numel() for u in logs.values())
+    optimiser = torch.optim.LBFGS(
+        list(logs.values()), max_iter=steps, history_size=_HISTORY, line_search_fn="strong_wolfe"
+    )
+    for _ in range(rounds):
+        before = best
+        with suppress(RuntimeError):  # what L-BFGS says where its steps overflow
+            optimiser.step(closure)
+        if not best - before > least:
+            break
     for b in blocks:
         latent = evaluator.plan.latents[b.sites[0]]
-        natural = around(latent, found[b.name].exp().reshape(latent.shape))
+        point = (first[b.name] + found[b.name].clamp(-_FAR, _FAR)).exp()
+        natural = around(latent, point.reshape(latent.shape))
         assert natural is not None
         evaluator.set(b.name, FamilyBelief(b.family, natural))
 
@@ -75,16 +110,7 @@ def _middle(evaluator: Evaluator, block: Block) -> Tensor:
     return torch.where(mean.isfinite() & (mean > 0), mean, torch.ones_like(mean)).detach()
 
 
-def _log_joint(
-    evaluator: Evaluator, sampler: Sampler, blocks: list[Block], logs: dict[str, Tensor]
-) -> Tensor:
-    points = {n: u.exp() for n, u in logs.items()}
-    total = sampler.at_points(evaluator, points)
-    for b in blocks:
-        message = tuple(
-            or_zeros(g, n)
-            for g, n in zip(evaluator.message(b), evaluator.beliefs[b.name].tensors, strict=True)
-        )
-        statistics = b.family.sufficient_statistics(points[b.name])
-        total = total + b.family.inner(message, statistics).sum() + logs[b.name].sum()
-    return total
+def _message(evaluator: Evaluator, block: Block) -> tuple[Tensor, ...]:
+    """Of the factors that are not sampled."""
+    like = evaluator.beliefs[block.name].tensors
+    return tuple(or_zeros(g, n) for g, n in zip(evaluator.message(block), like, strict=True))

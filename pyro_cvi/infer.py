@@ -73,7 +73,7 @@ class CVI:
         delay, forget: rho_t = (t + delay)^-forget at step t = 0, 1, ... of the stochastic rule.
         num_samples: draws a step, for factors that neither algebra nor quadrature can average. A
             Gaussian block of at most 64 scalars gets two for each of them.
-        antithetic: draws of Gaussian sites come in pairs that mirror each other.
+        antithetic: draws come in pairs that mirror each other.
         fisher: how gradients in the natural parameters of Gamma, inverse Gamma, Beta and Dirichlet sites
             become gradients in mean parameters: by the "analytic" Fisher matrix, or by one that is
             "sampled" from the same draws, as in the paper.
@@ -415,7 +415,14 @@ class CVI:
         """
         with torch.enable_grad():
             return local_posteriors(
-                self.model, self.guide, args, kwargs, plates=plates, chunk_size=chunk_size
+                self.model,
+                self.guide,
+                args,
+                kwargs,
+                plates=plates,
+                chunk_size=chunk_size,
+                sampling=self.sampling,
+                seed=self._sweeper.seed,
             )
 
     def log_predictive(
@@ -478,8 +485,10 @@ class CVI:
 
     def _is_converged(self, losses: list[float], tol: float) -> bool:
         plan = self.guide.plan
-        if plan.sampled_sites() or plan.stochastic or plan.learns or len(losses) < 2:
-            return len(losses) >= 2 and tol > 0 and losses[-1] == losses[-2] and not plan.learns
+        if plan.sampled_sites() or plan.learns or len(losses) < 2:
+            return False  # what is sampled has a rule of its own: see `Averaging`
+        if plan.stochastic:
+            return tol > 0 and losses[-1] == losses[-2]
         scale = tol * max(abs(losses[-1]), 1.0)
         return abs(losses[-2] - losses[-1]) <= scale and self._moved <= scale
 

@@ -25,7 +25,8 @@ from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, first_run, prepare
-from pyro_cvi.graph.symbolic import plate_frames
+from pyro_cvi.graph.sampling import Sampler, Sampling
+from pyro_cvi.graph.symbolic import Call, plate_frames
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.linalg import broadcast_shapes, sum_to_dims
 from pyro_cvi.sweep import Sweeper
@@ -34,6 +35,7 @@ from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 __all__ = ["local_posteriors", "log_predictive"]
 
 _ROUNDS, _SETTLED = 200, 1e-8
+_SAMPLED_ROUNDS, _SAMPLED_SETTLED = 60, 1e-4
 _SYMMETRIC = 1e-8
 """Logits that differ by less are those of components that are still alike."""
 
@@ -50,6 +52,8 @@ def local_posteriors(
     *,
     plates: Sequence[str] | None,
     chunk_size: int | None,
+    sampling: Sampling,
+    seed: int | None,
 ) -> AutoCVI:
     """A guide for new rows: the shared sites as they were fitted, the local ones for these rows."""
     rows = _Rows.of(model, guide, args, kwargs, plates)
@@ -65,7 +69,17 @@ def local_posteriors(
             if block.placement is None:
                 new.set_belief(block, carried(guide, block))
         evaluator = Evaluator(prepared.plan, new.beliefs())
-        settle(evaluator)
+        noisy = frozenset().union(*(f.blocks for f in prepared.plan.factors if f.sampled))
+        settle(evaluator, noisy)
+        if noisy:
+            call = Call(
+                model, part_args, part_kwargs, prepared.plan.latents, prepared.nesting,
+                prepared.subsample,
+            )  # fmt: skip
+            sampler = Sampler(prepared.plan, call, sampling)
+            Sweeper("stochastic", 1.0, 0.7, seed).settle_sampled(
+                evaluator, sampler, noisy, _SAMPLED_ROUNDS, _SAMPLED_SETTLED
+            )
         for block in prepared.plan.blocks:
             if block.placement is not None:
                 new.set_belief(block, evaluator.beliefs[block.name])
@@ -119,6 +133,7 @@ def log_predictive(
 def _local_evidence(prepared: Prepared, plate: str) -> Tensor:
     """L(x; theta) of every row, its local latents integrated out."""
     plan = prepared.plan
+    _check_averaged(plan)
     beliefs = {b.name: initial_belief(plan, b) for b in plan.blocks}
     evaluator = Evaluator(plan, beliefs)
     settle(evaluator)
@@ -253,20 +268,20 @@ def _cut(x: Any, full: int, rows: Tensor) -> Any:
     return x[rows.to(x.device)] if _has_rows(x, full) else x
 
 
-def settle(evaluator: Evaluator) -> None:
+def settle(evaluator: Evaluator, noisy: frozenset[str] = frozenset()) -> None:
     """Bring the local blocks of new rows to their optimum; discrete ones look at the shared sites first.
 
     If those tell nothing about the states (all components are local), the start is random instead.
     """
     sweeper = Sweeper("stored", 1.0, 0.7)
     for block in evaluator.plan.blocks:
-        if block.placement and block.is_discrete:
+        if block.placement and block.is_discrete and block.name not in noisy:
             old = evaluator.beliefs[block.name]
             sweeper.deterministic(evaluator, block)
             logits = evaluator.beliefs[block.name].tensors[0]
             if bool((logits - logits.mean(-1, keepdim=True)).abs().max() < _SYMMETRIC):
                 evaluator.set(block.name, old)
-    sweeper.settle(evaluator, rounds=_ROUNDS, settled=_SETTLED)
+    sweeper.settle(evaluator, noisy, rounds=_ROUNDS, settled=_SETTLED)
 
 
 def _check_local(plan: Plan, plates: Mapping[str, int]) -> None:
@@ -279,6 +294,9 @@ def _check_local(plan: Plan, plates: Mapping[str, int]) -> None:
                 "use log_predictive, or pyro.infer.Predictive with this guide",
             )
         )
+
+
+def _check_averaged(plan: Plan) -> None:
     sampled = plan.sampled_sites()
     local = [s for b in plan.blocks if b.placement for s in b.sites if s in sampled]
     if local:
@@ -286,8 +304,8 @@ def _check_local(plan: Plan, plates: Mapping[str, int]) -> None:
             message(
                 f"latent site '{local[0]}'",
                 "its messages can only be sampled",
-                "local latents with exact messages or quadrature",
-                "fit the new rows with a CVI of their own",
+                "local latents with exact messages or quadrature: the evidence of a row is their bound",
+                "use local_posteriors, and average the density over draws of what it returns",
             )
         )
 

@@ -50,8 +50,16 @@ _MOST_ROUNDS = 20
 """Rounds over the local blocks of a minibatch, where there is more than one."""
 _SETTLED = 1e-4
 """Nats per element of the plate below which local blocks have settled."""
-_COMPARED = 8
-"""Sampled steps on minibatches that are tested: so many first ones, and one of so many later."""
+_FINAL_DRAWS = 32
+"""Fewest draws that decide whether an average is taken."""
+_TRUST = 4.0
+"""Factor by which a sampled step may change shape and mean of a Gamma."""
+_LOCAL_CLIMB = 25
+"""Steps in which the points climb that sampled local blocks of a minibatch begin around."""
+_LOCAL_ROUNDS = 4
+"""Most steps of these blocks, before the others see the minibatch."""
+_LOCALLY_SETTLED = 0.01
+"""Nats per scalar by which a step moves them below which they have settled."""
 _DAMPED = 0.5
 """Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
 
@@ -134,7 +142,7 @@ class Sweeper:
         noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
         if self.time == 0 and not fitted and not noisy and self.seeded:
             start(evaluator, self.deterministic, self.located)
-        if self.time == 0 and not fitted and noisy and not plan.stochastic:
+        if self.time == 0 and not fitted and noisy:
             climb(evaluator, sampler(), [b for b in plan.blocks if self._may_climb(b, noisy)])
         if self.temperature > 1 and self.time % _SHAKEN == 0:
             _shake(evaluator)
@@ -332,12 +340,21 @@ class Sweeper:
         if sampled is not None:
             sampled = [None if g is None else g / evaluator.temperature for g in sampled]
             gradient = [sum_gradients(a, b) for a, b in zip(gradient, sampled, strict=True)]
-            if sampled[0] is not None and block.placement is None:  # other elements the next time
+            if sampled[0] is not None:
                 self._keep_control(block.name, belief, sampled, rho)
-        self._take(evaluator, block, gradient, rho)
+        self._take(evaluator, block, gradient, rho, noisy=sampled is not None)
 
-    def _take(self, evaluator: Evaluator, block: Block, gradient: Gradient, rho: float) -> None:
+    def _take(
+        self,
+        evaluator: Evaluator,
+        block: Block,
+        gradient: Gradient,
+        rho: float,
+        noisy: bool = False,
+    ) -> None:
         moved, step = evaluator.beliefs[block.name].moved(gradient, rho)
+        if noisy:
+            moved = moved.trusted(evaluator.beliefs[block.name], _TRUST)
         if moved.is_finite():
             evaluator.set(block.name, moved)
             self._count(block.name, step)
@@ -370,8 +387,9 @@ class Sweeper:
         errors, means that the step was too long; so does an ELBO that is clearly lower. The draws at
         the end serve the next step's messages.
         """
+        self.settle_sampled(evaluator, sampler, noisy)
         plan, old = evaluator.plan, dict(evaluator.beliefs)
-        blocks = [b for b in plan.blocks if b.name in noisy and b.size]
+        blocks = [b for b in plan.blocks if b.name in noisy and b.size and not b.placement]
         before = self._known(evaluator)
         if before is None:
             before = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
@@ -385,9 +403,6 @@ class Sweeper:
         controls, exact = dict(self.control), evaluator.elbo()
         for block in blocks:
             self.noisy(evaluator, block, before.messages.get(block.name), rho)
-        self.sampled_value = before.value
-        if plan.stochastic and self.time >= _COMPARED and self.time % _COMPARED:
-            return  # the next step sees other elements
         after = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
         end = self._directions(evaluator, blocks, after)
         new = evaluator.beliefs
@@ -403,6 +418,7 @@ class Sweeper:
             self._rate = max(self._rate / 4, 1e-8)
             self._held = None if self._held is None else self._held / 4
             self._ahead = (plan, old, before)
+            self.sampled_value = before.value
             return
         self._ahead = (plan, dict(new), after)
         self.sampled_value = after.value
@@ -414,6 +430,31 @@ class Sweeper:
         else:
             self._held = None
             cloud.restart()
+
+    def settle_sampled(
+        self,
+        evaluator: Evaluator,
+        sampler: Sampler,
+        noisy: frozenset[str],
+        rounds: int = _LOCAL_ROUNDS,
+        settled: float = _LOCALLY_SETTLED,
+    ) -> None:
+        """Bring the sampled local blocks near their optimum given the others, by decreasing steps."""
+        local = [b for b in evaluator.plan.blocks if b.name in noisy and b.size and b.placement]
+        names = {b.name for b in local}
+        if local and (self.time > 0 or not self.seeded):
+            climb(evaluator, sampler, local, rounds=1, steps=_LOCAL_CLIMB)
+        for i in range(rounds if local else 0):
+            estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed(), only=names)
+            moved = 0.0
+            for b in local:
+                old = evaluator.beliefs[b.name]
+                self.noisy(evaluator, b, estimate.messages[b.name], 1 / (2 + 0.5 * i))
+                moved = max(moved, float(old.kl(evaluator.beliefs[b.name])) / b.size)
+            if moved < settled:
+                break
+        for name in names:  # other elements the next time
+            self.control.pop(name, None)
 
     def _directions(
         self, evaluator: Evaluator, blocks: list[Block], estimate: Estimate
@@ -445,16 +486,14 @@ class Sweeper:
             return False
         last = dict(evaluator.beliefs)
         mean = self.averaging.beliefs(last)
-        seed = self.next_seed()
-        before = sampler.estimate(evaluator, self.control, gradient=False, seed=seed)
+        sampler.count = max(sampler.count, _FINAL_DRAWS)
+        before = sampler.estimate(evaluator, {}, gradient=False, seed=self.next_seed())
         exact = evaluator.elbo()
         for name, belief in mean.items():
             evaluator.set(name, belief)
-        after = sampler.estimate(evaluator, self.control, gradient=False, seed=seed)
-        change = torch.tensor(after.values) - torch.tensor(before.values)
-        gain = evaluator.elbo() - exact + float(change.mean())
-        error = float(change.std()) / math.sqrt(len(after.values))
-        if gain >= -2 * error:
+        after = sampler.estimate(evaluator, {}, gradient=False, seed=self.next_seed())
+        gain = evaluator.elbo() - exact + after.value - before.value
+        if gain >= -3 * math.hypot(before.error, after.error):
             return True
         for name in mean:
             evaluator.set(name, last[name])

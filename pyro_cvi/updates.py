@@ -84,6 +84,10 @@ class AbstractBelief(ABC):
     def kl(self, other: AbstractBelief) -> Tensor:
         """KL(self || other), summed over elements."""
 
+    def trusted(self, old: AbstractBelief, factor: float) -> AbstractBelief:
+        """This belief, or one on the way from `old` that changes less: see `AbstractFamily.trusted`."""
+        return self
+
     @abstractmethod
     def is_finite(self) -> bool:
         """Whether the stored tensors are all finite."""
@@ -259,6 +263,10 @@ class FamilyBelief(AbstractBelief):
         return FamilyBelief(family, tuple(natural)), Step(
             int((~proper).sum()), shortened, int(tiny.sum())
         )
+
+    def trusted(self, old: AbstractBelief, factor: float) -> AbstractBelief:
+        assert isinstance(old, FamilyBelief)
+        return FamilyBelief(self.family, self.family.trusted(self.natural, old.natural, factor))
 
     def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         return tuple(or_zeros(g, n) - n for g, n in zip(gradient, self.natural, strict=True))

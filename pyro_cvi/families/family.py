@@ -97,6 +97,14 @@ class AbstractFamily(ABC):
         feasible = 0.9 * self.max_step(natural, direction)
         return self.keep_proper(self.advance(natural, direction, feasible.clamp(max=step)), natural)
 
+    def trusted(self, candidate: Natural, natural: Natural, factor: float) -> Natural:
+        """`candidate`, changed where it lies too far from `natural` for a noisy step to be trusted.
+
+        Families whose natural parameters range over orders of magnitude let location and shape change
+        by no more than `factor` at once; for the others this does nothing.
+        """
+        return candidate
+
     def keep_proper(self, candidate: Natural, natural: Natural) -> Natural:
         """`candidate` where it is proper, else `natural`: the step of size zero.
 

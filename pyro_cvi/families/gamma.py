@@ -26,7 +26,15 @@ from pyro_cvi.families.special import (
     trigamma_excess,
 )
 
-__all__ = ["GAMMA", "Gamma", "gamma_kl", "gamma_log_prob", "gamma_retract", "gamma_shape"]
+__all__ = [
+    "GAMMA",
+    "Gamma",
+    "gamma_kl",
+    "gamma_log_prob",
+    "gamma_retract",
+    "gamma_shape",
+    "gamma_trusted",
+]
 
 
 @register_family(dist.Gamma, dist.Exponential, dist.Chi2)
@@ -93,6 +101,11 @@ class Gamma(AbstractFamily):
         a, b = gamma_retract(_shape_rate(natural), (direction[0], -direction[1]), step)
         return self.keep_proper((a - 1, -b), natural)
 
+    def trusted(self, candidate: Natural, natural: Natural, factor: float) -> Natural:
+        """Shape and mean within `factor` of what they were."""
+        a, b = gamma_trusted(_shape_rate(candidate), _shape_rate(natural), factor)
+        return a - 1, -b
+
     def entropy(self, natural: Natural) -> Tensor:
         """H = a - log b + log Gamma(a) + (1 - a) psi(a), by Stirling's remainder."""
         a, b = _shape_rate(natural)
@@ -129,6 +142,16 @@ def gamma_kl(a_p: Tensor, b_p: Tensor, a_q: Tensor, b_q: Tensor) -> Tensor:
 def gamma_log_prob(a: Tensor, t: Tensor) -> Tensor:
     """Log q(log x) = -a (t - 1 - log t) + 1/2 log(a / 2 pi) - R(a), with t = x b / a."""
     return 0.5 * (a / (2 * torch.pi)).log() - stirling_remainder(a) - a * ratio_excess(t)
+
+
+def gamma_trusted(
+    candidate: tuple[Tensor, Tensor], point: tuple[Tensor, Tensor], factor: float
+) -> tuple[Tensor, Tensor]:
+    """(shape, rate) with shape and rate / shape cut to within `factor` of those of the point."""
+    (a, b), (a_old, b_old) = candidate, point
+    shape = torch.minimum(torch.maximum(a, a_old / factor), a_old * factor)
+    ratio, old = b / a, b_old / a_old
+    return shape, shape * torch.minimum(torch.maximum(ratio, old / factor), old * factor)
 
 
 def gamma_retract(

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.families.family import AbstractFamily, Mean, Natural, positive_step
-from pyro_cvi.families.gamma import gamma_kl, gamma_log_prob, gamma_retract, gamma_shape
+from pyro_cvi.families.gamma import (
+    gamma_kl,
+    gamma_log_prob,
+    gamma_retract,
+    gamma_shape,
+    gamma_trusted,
+)
 from pyro_cvi.families.registry import register_family
 from pyro_cvi.families.special import digamma, entropy_term, log_gamma, trigamma, trigamma_excess
 
@@ -77,6 +83,11 @@ class InverseGamma(AbstractFamily):
         """`gamma_retract` along this direction."""
         a, b = gamma_retract(_shape_rate(natural), (-direction[0], -direction[1]), step)
         return self.keep_proper((-a - 1, -b), natural)
+
+    def trusted(self, candidate: Natural, natural: Natural, factor: float) -> Natural:
+        """Shape and scale within `factor` of what they were."""
+        a, b = gamma_trusted(_shape_rate(candidate), _shape_rate(natural), factor)
+        return -a - 1, -b
 
     def entropy(self, natural: Natural) -> Tensor:
         """H = a + log b + log Gamma(a) - (1 + a) psi(a), by Stirling's remainder."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.families import Natural
+from pyro_cvi.graph.draws import Base, bases, transformed
 from pyro_cvi.graph.evaluator import Evaluator, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
 from pyro_cvi.graph.symbolic import Call
@@ -51,7 +52,7 @@ class Sampling:
 
     Attributes:
         num_samples: draws a step. A Gaussian block of at most 64 scalars gets two for each of them.
-        antithetic: draws of Gaussian blocks come in pairs that mirror each other.
+        antithetic: draws come in pairs that mirror each other (not those of Wishart blocks).
         fisher: "analytic", or "sampled": the matrix d mean / d natural of a Gamma, inverse Gamma, Beta
             or Dirichlet block is then estimated from the draws of the gradient (the paper's way).
     """
@@ -88,6 +89,7 @@ class Draw:
     leaf: Tensor | tuple[Tensor, ...]
     values: dict[str, Tensor]
     raw: Tensor
+    statistics: tuple[Tensor, ...] = ()
     jacobian: Jacobian | None = None
 
 
@@ -100,7 +102,7 @@ class Sampler:
 
     def __init__(self, plan: Plan, call: Call, options: Sampling) -> None:
         self.plan, self.call, self.options = plan, call, options
-        self.count = options.num_samples + options.num_samples % 2
+        self.count = max(4, options.num_samples + options.num_samples % 2)  # two halves of pairs
         self.names = frozenset(f.name for f in plan.factors if f.sampled)
         sites = plan.sampled_sites()
         self.blocks = [b for b in plan.blocks if sites & set(b.sites)]
@@ -122,8 +124,11 @@ class Sampler:
         seed: int | None = None,
         parameters: Sequence[Tensor] = (),
         groups: int = 1,
+        only: Collection[str] | None = None,
     ) -> Estimate:
         """Average over draws; with `groups`, the averages over so many parts of them as well.
+
+        Messages are those to the blocks of `only`, or to all.
 
         With a `seed` the draws are common random numbers: two estimates at different beliefs then
         differ by the beliefs alone. The seed does not disturb Pyro's own random state.
@@ -131,7 +136,7 @@ class Sampler:
         if seed is not None:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                return self.estimate(evaluator, control, gradient, None, parameters, groups)
+                return self.estimate(evaluator, control, gradient, None, parameters, groups, only)
         noise = self._noise(evaluator)
         draws: list[dict[str, Draw]] = []
         values: list[float] = []
@@ -139,10 +144,10 @@ class Sampler:
         for i in range(self.count):
             with torch.enable_grad():
                 current = {
-                    b.name: self._draw(b, evaluator.beliefs[b.name], noise[b.name], i)
+                    b.name: self._draw(b, evaluator.beliefs[b.name], noise[b.name][i])
                     for b in self.blocks
                 }
-                value, g = self._one(evaluator, current, gradient, parameters, control)
+                value, g = self._one(evaluator, current, gradient, parameters, control, only)
             draws.append(current)
             values.append(value)
             grads.append(g)
@@ -152,11 +157,11 @@ class Sampler:
             mean = _average(tuple(parts), self.count)
             result.parameters.append(torch.zeros_like(p) if mean is None else mean)
         if gradient:
-            result.messages = self._messages(evaluator, control, draws, values, grads)
+            result.messages = self._messages(evaluator, control, draws, values, grads, only)
             for i in range(groups if groups > 1 else 0):
                 part = slice(i * self.count // groups, (i + 1) * self.count // groups)
                 result.parts.append(
-                    self._messages(evaluator, control, draws[part], values[part], grads[part])
+                    self._messages(evaluator, control, draws[part], values[part], grads[part], only)
                 )
         return result
 
@@ -167,10 +172,13 @@ class Sampler:
         draws: list[dict[str, Draw]],
         values: list[float],
         grads: list[dict[str, Any]],
+        only: Collection[str] | None,
     ) -> Messages:
         result: Messages = {}
         for b in self.plan.blocks:
-            held = None if b.placement is not None else control.get(b.name)
+            if only is not None and b.name not in only:
+                continue
+            held = control.get(b.name)
             found = self._combine(b, evaluator.beliefs[b.name], draws, values, grads, held)
             result[b.name] = [None if g is None else g / b.scale for g in found]
         return result
@@ -182,42 +190,50 @@ class Sampler:
         other = Evaluator(self.plan, beliefs)
         return self.estimate(other, {}, gradient=False, seed=seed)
 
-    def _noise(self, evaluator: Evaluator) -> dict[str, Tensor | None]:
-        noise: dict[str, Tensor | None] = {}
+    def _noise(self, evaluator: Evaluator) -> dict[str, Sequence[Tensor | Base | None]]:
+        noise: dict[str, Sequence[Tensor | Base | None]] = {}
+        paired = self.options.antithetic
         for b in self.blocks:
             belief = evaluator.beliefs[b.name]
             if isinstance(belief, GaussianBelief):
-                if self.options.antithetic:
+                if paired:
                     half = _orthogonal(self.count // 2, belief.loc)
-                    noise[b.name] = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
+                    both = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
                 else:
-                    noise[b.name] = _orthogonal(self.count, belief.loc)
+                    both = _orthogonal(self.count, belief.loc)
+                noise[b.name] = both.unbind(0)
             else:
-                noise[b.name] = None
+                assert isinstance(belief, FamilyBelief)
+                found = bases(belief.family, belief.natural, self.count, paired)
+                noise[b.name] = [None] * self.count if found is None else found
         return noise
 
-    def _draw(self, block: Block, belief: Belief, noise: Tensor | None, i: int) -> Draw:
+    def _draw(self, block: Block, belief: Belief, base: Tensor | Base | None) -> Draw:
         if isinstance(belief, GaussianBelief):
-            assert noise is not None and block.layout is not None
-            z = belief.loc + matvec(belief.scale_tril, noise[i])
+            assert isinstance(base, Tensor) and block.layout is not None
+            z = belief.loc + matvec(belief.scale_tril, base)
             # A site that is read as a number has no gradient to give, and may go through numpy.
             leaf = z.detach().requires_grad_(not self.by_score & set(block.sites))
             values = {
                 s: v.to(self.plan.latents[s].value.dtype) for s, v in scatter(block, leaf).items()
             }
             return Draw(leaf, values, leaf.detach())
-        assert isinstance(belief, FamilyBelief)
+        assert isinstance(belief, FamilyBelief) and not isinstance(base, Tensor)
         natural = tuple(n.detach().requires_grad_() for n in belief.natural)
-        d: Any = belief.family.to_distribution(natural)
         shape = self.plan.latents[block.sites[0]].shape
         if self.by_score & set(block.sites):
-            value: Tensor = d.sample()
+            value: Tensor = belief.family.to_distribution(natural).sample()
             return Draw(value, {block.sites[0]: value.reshape(shape)}, value)
-        value = d.rsample()
+        if base is None:
+            value = belief.family.to_distribution(natural).rsample()
+            statistics = belief.family.sufficient_statistics(value)
+        else:
+            value, statistics = transformed(belief.family, natural, base)
         jacobian = None
         if self.options.fisher == "sampled":
-            jacobian = _jacobian(belief, natural, value)
-        return Draw(natural, {block.sites[0]: value.reshape(shape)}, value, jacobian)
+            jacobian = _jacobian(belief, natural, statistics)
+        values = {block.sites[0]: value.reshape(shape)}
+        return Draw(natural, values, value, statistics, jacobian)
 
     def _one(
         self,
@@ -226,6 +242,7 @@ class Sampler:
         gradient: bool,
         parameters: Sequence[Tensor],
         control: Mapping[str, tuple[Tensor, ...]],
+        only: Collection[str] | None,
     ) -> tuple[float, dict[str, Any]]:
         total = self._value(evaluator, draws)
         if not gradient or not total.requires_grad:
@@ -233,6 +250,8 @@ class Sampler:
         inputs: list[Tensor] = []
         owners: list[str] = []
         for b in self.plan.blocks:
+            if only is not None and b.name not in only:
+                continue
             if b.name in draws:
                 leaf = draws[b.name].leaf
                 parts = (leaf,) if isinstance(leaf, Tensor) else leaf
@@ -246,10 +265,9 @@ class Sampler:
         found: list[Tensor | None] = [None] * len(inputs)
         residual = total
         for b in self.blocks:
-            if b.name in control and self._is_pathwise(b):
-                family = b.family
-                statistics = family.sufficient_statistics(draws[b.name].raw)
-                residual = residual - family.inner(control[b.name], statistics).sum()
+            if b.name in control and self._is_pathwise(b) and (only is None or b.name in only):
+                statistics = draws[b.name].statistics
+                residual = residual - b.family.inner(control[b.name], statistics).sum()
         some = torch.autograd.grad(residual, [inputs[i] for i in wanted], allow_unused=True)
         for i, g in zip(wanted, some, strict=True):
             found[i] = g
@@ -324,16 +342,17 @@ class Sampler:
         return [c + s for c, s in zip(control, solved, strict=True)]
 
     def _is_pathwise(self, block: Block) -> bool:
-        """Whether a block outside of the Gaussians, and of subsampled plates, has gradients of draws."""
-        gaussian = block.layout is not None or block.placement is not None
-        return not gaussian and not self.by_score & set(block.sites)
+        """Whether a block of another family than the Gaussian has gradients of draws."""
+        return block.layout is None and not self.by_score & set(block.sites)
 
 
-def _jacobian(belief: FamilyBelief, natural: tuple[Tensor, ...], value: Tensor) -> Jacobian:
+def _jacobian(
+    belief: FamilyBelief, natural: tuple[Tensor, ...], statistics: tuple[Tensor, ...]
+) -> Jacobian:
     """Rows d T_i / d natural, one for each scalar of T of an element; shapes (*batch, *event)."""
     family = belief.family
     rows = []
-    for t, n in zip(family.sufficient_statistics(value), family.event_dims, strict=True):
+    for t, n in zip(statistics, family.event_dims, strict=True):
         scalars = t.flatten(-n).unbind(-1) if n else (t,)
         for x in scalars:
             found = torch.autograd.grad(x.sum(), natural, retain_graph=True, allow_unused=True)
