@@ -34,3 +34,19 @@ def test_the_metric_of_a_gaussian_is_its_fisher_matrix():
     moved, _ = belief.moved([a, half], rho)
     kl = float(belief.kl(moved) + moved.kl(belief))
     assert float(belief.inner(d, d).sum()) * rho**2 == pytest.approx(kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.family.name)
+def test_a_trusted_step_is_proper_near_and_otherwise_the_step_itself(case):
+    natural = case.natural()
+    near = case.family.advance(natural, case.direction(), 1e-3)
+    same = case.family.trusted(near, natural, 4.0)
+    for a, b in zip(same, near, strict=True):
+        torch.testing.assert_close(a, b)
+    far = case.family.trusted(tuple(100 * n for n in natural), natural, 4.0)
+    if case.family.name in ("Gamma", "InverseGamma"):
+        assert bool(case.family.is_proper(far).all())
+        shape = (far[0] + 1) / (natural[0] + 1)
+        if case.family.name == "InverseGamma":
+            shape = (-far[0] - 1) / (-natural[0] - 1)
+        assert bool((shape <= 4.0 + 1e-9).all()) and bool((shape >= 0.25 - 1e-9).all())
