@@ -222,7 +222,13 @@ class CVI:
                 prepared = self.guide.prepare(self.model, args, kwargs)
                 found = self._evaluator_for(prepared)
                 if prepared.has_local:
-                    self._sweeper.settle(found)
+                    noisy = prepared.plan.noisy()
+                    self._sweeper.settle(found, noisy)
+                    if noisy:
+                        other = Sweeper("stochastic", 1.0, 0.7, self._sweeper.seed)
+                        fresh = self._sweeper.meets_new(prepared, note=False)
+                        sampler = self._sampler(prepared, args, kwargs)
+                        other.settle_sampled(found, sampler, noisy, fresh=fresh)
                 loss = -self._elbo(found, prepared, args, kwargs)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)

@@ -69,7 +69,7 @@ def local_posteriors(
             if block.placement is None:
                 new.set_belief(block, carried(guide, block))
         evaluator = Evaluator(prepared.plan, new.beliefs())
-        noisy = frozenset().union(*(f.blocks for f in prepared.plan.factors if f.sampled))
+        noisy = prepared.plan.noisy()
         settle(evaluator, noisy)
         if noisy:
             call = Call(

@@ -96,6 +96,7 @@ class Sweeper:
         self.averaging = Averaging()
         self._memory: SiteMessages | None = None
         self._batches: dict[str, Batches] = {}
+        self._seen: dict[str, Tensor] = {}
 
     def fresh(self) -> Sweeper:
         """Another one with the same settings and other draws, and with nothing remembered."""
@@ -139,10 +140,12 @@ class Sweeper:
         plan = prepared.plan
         self.sampled_value = 0.0
         evaluator.temperature = self.temperature
-        noisy = frozenset().union(*(f.blocks for f in plan.factors if f.sampled))
+        noisy = plan.noisy()
         if self.time == 0 and not fitted and not noisy and self.seeded:
             start(evaluator, self.deterministic, self.located)
+        fresh = bool(noisy) and self.meets_new(prepared)
         if self.time == 0 and not fitted and noisy:
+            fresh = False
             climb(evaluator, sampler(), [b for b in plan.blocks if self._may_climb(b, noisy)])
         if self.temperature > 1 and self.time % _SHAKEN == 0:
             _shake(evaluator)
@@ -153,7 +156,18 @@ class Sweeper:
                 if block.size and block.name not in noisy:
                     self.deterministic(evaluator, block)
         if noisy:
-            self._sampled(evaluator, sampler(), noisy)
+            self._sampled(evaluator, sampler(), noisy, fresh)
+
+    def meets_new(self, prepared: Prepared, *, note: bool = True) -> bool:
+        """Whether this run holds elements that none before it held; takes note of them."""
+        found = False
+        for name, part in prepared.parts.items():
+            seen = self._seen.setdefault(name, torch.zeros(part.full, dtype=torch.bool))
+            window = prepared.window[name].cpu()
+            found = found or not bool(seen[window].all())
+            if note:
+                seen[window] = True
+        return found
 
     def _may_climb(self, block: Block, noisy: frozenset[str]) -> bool:
         return block.name in noisy and bool(block.size) and not set(block.sites) & set(self.located)
@@ -379,7 +393,9 @@ class Sweeper:
 
     # --- sampled factors ---------------------------------------------------------------------------
 
-    def _sampled(self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str]) -> None:
+    def _sampled(
+        self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str], fresh: bool
+    ) -> None:
         """One damped step of all blocks that sampled factors touch, undone if it overshoots.
 
         With g_0 and g_1 the slopes of the ELBO along the step at its start and at its end, the latter
@@ -387,7 +403,7 @@ class Sweeper:
         errors, means that the step was too long; so does an ELBO that is clearly lower. The draws at
         the end serve the next step's messages.
         """
-        self.settle_sampled(evaluator, sampler, noisy)
+        self.settle_sampled(evaluator, sampler, noisy, fresh=fresh)
         plan, old = evaluator.plan, dict(evaluator.beliefs)
         blocks = [b for b in plan.blocks if b.name in noisy and b.size and not b.placement]
         before = self._known(evaluator)
@@ -438,11 +454,16 @@ class Sweeper:
         noisy: frozenset[str],
         rounds: int = _LOCAL_ROUNDS,
         settled: float = _LOCALLY_SETTLED,
+        *,
+        fresh: bool = True,
     ) -> None:
-        """Bring the sampled local blocks near their optimum given the others, by decreasing steps."""
+        """Bring the sampled local blocks near their optimum given the others, by decreasing steps.
+
+        Where some elements are `fresh`, their beliefs those of the start, all climb first.
+        """
         local = [b for b in evaluator.plan.blocks if b.name in noisy and b.size and b.placement]
         names = {b.name for b in local}
-        if local and (self.time > 0 or not self.seeded):
+        if local and fresh:
             climb(evaluator, sampler, local, rounds=1, steps=_LOCAL_CLIMB)
         for i in range(rounds if local else 0):
             estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed(), only=names)

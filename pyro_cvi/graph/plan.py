@@ -270,6 +270,10 @@ class Plan:
             owner[s] for f in self.factors for s, h in f.how.items() if h.kind != "exact"
         )
 
+    def noisy(self) -> frozenset[str]:
+        """The blocks that sampled factors touch."""
+        return frozenset().union(*(f.blocks for f in self.factors if f.sampled))
+
     def sampled_sites(self) -> frozenset[str]:
         return _sampled(self.factors)
 

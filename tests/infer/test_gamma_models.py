@@ -202,3 +202,19 @@ def test_factors_of_unseen_rows_come_in_one_call() -> None:
     torch.testing.assert_close(
         again.posterior("z").mean, new.posterior("z").mean, rtol=0.15, atol=0.15
     )
+
+
+def test_the_loss_of_a_minibatch_is_that_at_its_local_optimum() -> None:
+    """And looking at it changes nothing."""
+    x = counts(120, 0)
+    pyro.set_rng_seed(2)
+    guide = AutoCVI(parts)
+    cvi = CVI(parts, guide, num_samples=16, seed=1)
+    for _ in range(40):
+        cvi.step(x, 30)
+    before = {n: [t.clone() for t in b.tensors] for n, b in guide.beliefs().items()}
+    losses = [cvi.evaluate_loss(x, 30) for _ in range(4)]
+    whole = cvi.evaluate_loss(x)
+    assert all(abs(v / whole - 1) < 0.15 for v in losses)
+    for n, b in guide.beliefs().items():
+        assert n == "z" or all(torch.equal(s, t) for s, t in zip(before[n], b.tensors, strict=True))
