@@ -50,6 +50,8 @@ _MOST_ROUNDS = 20
 """Rounds over the local blocks of a minibatch, where there is more than one."""
 _SETTLED = 1e-4
 """Nats per element of the plate below which local blocks have settled."""
+_MOST_LOST = 10
+"""Steps in a row that a block may lose to messages that are not finite."""
 _FINAL_DRAWS = 32
 """Fewest draws that decide whether an average is taken."""
 _TRUST = 4.0
@@ -97,6 +99,7 @@ class Sweeper:
         self._memory: SiteMessages | None = None
         self._batches: dict[str, Batches] = {}
         self._seen: dict[str, Tensor] = {}
+        self._lost: dict[str, int] = {}
 
     def fresh(self) -> Sweeper:
         """Another one with the same settings and other draws, and with nothing remembered."""
@@ -352,6 +355,7 @@ class Sweeper:
         belief = evaluator.beliefs[block.name]
         gradient = evaluator.message(block)
         if sampled is not None:
+            self._check_finite(block, sampled)
             sampled = [None if g is None else g / evaluator.temperature for g in sampled]
             gradient = [sum_gradients(a, b) for a, b in zip(gradient, sampled, strict=True)]
             if sampled[0] is not None:
@@ -372,6 +376,23 @@ class Sweeper:
         if moved.is_finite():
             evaluator.set(block.name, moved)
             self._count(block.name, step)
+
+    def _check_finite(self, block: Block, sampled: Gradient) -> None:
+        """A message that is not finite moves nothing; many in a row are an error."""
+        if all(g is None or bool(g.isfinite().all()) for g in sampled):
+            self._lost[block.name] = 0
+            return
+        self._lost[block.name] = self._lost.get(block.name, 0) + 1
+        if self._lost[block.name] >= _MOST_LOST:
+            raise CVIError(
+                message(
+                    f"latent site '{block.sites[0]}'",
+                    f"the gradient of the log density was not finite in {_MOST_LOST} steps in a row",
+                    "a log density that is differentiable where the posterior lies",
+                    "look for sqrt, log or a division at zero in what the model computes from this "
+                    "site, also inside of torch.where",
+                )
+            )
 
     def _keep_control(self, name: str, belief: Belief, sampled: Gradient, rho: float) -> None:
         new = tuple(or_zeros(g, like) for g, like in zip(sampled, belief.tensors, strict=True))
@@ -481,15 +502,14 @@ class Sweeper:
         self, evaluator: Evaluator, blocks: list[Block], estimate: Estimate
     ) -> dict[str, list[tuple[Tensor, ...]]]:
         """For each block the full step, from each half of the draws."""
-        found = {}
+        found: dict[str, list[tuple[Tensor, ...]]] = {}
         for block in blocks:
             belief, rest = evaluator.beliefs[block.name], evaluator.message(block)
-            found[block.name] = [
-                belief.direction(
-                    [sum_gradients(a, b) for a, b in zip(rest, part[block.name], strict=True)]
-                )
-                for part in estimate.parts
-            ]
+            found[block.name] = []
+            for part in estimate.parts:
+                own = [None if g is None else g / evaluator.temperature for g in part[block.name]]
+                whole = [sum_gradients(a, b) for a, b in zip(rest, own, strict=True)]
+                found[block.name].append(belief.direction(whole))
         return found
 
     def _known(self, evaluator: Evaluator) -> Estimate | None:

@@ -400,6 +400,22 @@ def _no_family(name: str, fn: Any) -> str:
     )
 
 
+class _Chooser(Messenger):
+    """Latent sites take the values that a function finds for them."""
+
+    def __init__(
+        self, latents: Mapping[str, Latent], choose: Callable[[str, Any], Tensor | None]
+    ) -> None:
+        super().__init__()
+        self.latents, self.choose = latents, choose
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.latents and not msg["is_observed"]:
+            value = self.choose(msg["name"], msg["fn"])
+            if value is not None:
+                msg["value"], msg["done"] = value, True
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One model with its arguments, and what the first run told of its latents and plates."""
@@ -420,6 +436,22 @@ class Call:
         given = {**self.subsample, **values}
         with pyro.validation_enabled(False):
             return plain_trace(self.model, self.args, self.kwargs, given, one_state=one_state)
+
+    def ancestral(self, choose: Callable[[str, Any], Tensor | None]) -> dict[str, Tensor]:
+        """Values of the latents, each `choose(name, prior)`, with the prior given those before it.
+
+        Where that is None the value is a draw.
+        """
+        chooser = _Chooser(self.latents, choose)
+        with (
+            poutine.block(),
+            pyro.validation_enabled(False),
+            torch.no_grad(),
+            _Prior(self.subsample, one_state=True),
+            chooser,
+        ):
+            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+        return {n: trace.nodes[n]["value"] for n in self.latents}
 
     def dependence(self, *, one_state: bool) -> dict[str, frozenset[str]]:
         """For each factor the discrete sites it depends on; the continuous ones are held."""

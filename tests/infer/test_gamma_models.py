@@ -218,3 +218,27 @@ def test_the_loss_of_a_minibatch_is_that_at_its_local_optimum() -> None:
     assert all(abs(v / whole - 1) < 0.15 for v in losses)
     for n, b in guide.beliefs().items():
         assert n == "z" or all(torch.equal(s, t) for s, t in zip(before[n], b.tensors, strict=True))
+
+
+def deep(x: Tensor) -> None:
+    """Gammas above Gammas: a prior that one run shows, of rate 1e-12 perhaps, is no place to start."""
+    with pyro.plate("w_plate", 12):
+        w = pyro.sample("w", dist.Gamma(0.1, 0.3)).reshape(4, 3)
+    with pyro.plate("v_plate", 24):
+        v = pyro.sample("v", dist.Gamma(0.1, 0.3)).reshape(3, 8)
+    with pyro.plate("rows", len(x)):
+        top = pyro.sample("top", dist.Gamma(0.1, 0.1).expand([4]).to_event(1))
+        low = pyro.sample("low", dist.Gamma(0.1, 0.1 / (top @ w)).to_event(1))
+        pyro.sample("x", dist.Poisson(low @ v).to_event(1), obs=x)
+
+
+def test_a_deep_family_of_sparse_gammas_starts_and_stays_finite() -> None:
+    x = counts(60, 3)
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        guide = AutoCVI(deep)
+        cvi = CVI(deep, guide)
+        losses = [cvi.step(x) for _ in range(15)]
+        assert all(torch.isfinite(torch.tensor(losses)))
+        found = divergence(x, guide.posterior("low").mean @ guide.posterior("v").mean.reshape(3, 8))
+        assert found < 0.5 * divergence(x, x.mean(0).expand_as(x))

@@ -294,3 +294,14 @@ def test_draws_without_antithetic_pairs_have_the_same_mean_and_more_noise():
         error = values.std(0) / math.sqrt(200)
         assert bool(((values.mean(0) - expected).abs() <= 4 * error + 1e-9).all())
     assert noises[True] < 1e-6 < noises[False]
+
+
+def test_gradients_that_are_never_finite_are_an_error():
+    """sqrt(0 z) has the value 0 and no slope: without a word the site would keep its start."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.factor("f", -((hidden(z) - 2).square()) + (0 * hidden(z)).sqrt())
+
+    with pytest.raises(CVIError, match="'z'.*not finite"):
+        CVI(model, AutoCVI(model)).run(num_steps=50)
