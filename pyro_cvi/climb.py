@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_cvi.families import GAMMA, INVERSE_GAMMA
 from pyro_cvi.graph.evaluator import Evaluator
-from pyro_cvi.graph.initial import around
+from pyro_cvi.graph.initial import apart, around
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.sampling import Sampler
 from pyro_cvi.linalg import or_zeros
@@ -28,8 +28,6 @@ from pyro_cvi.updates import FamilyBelief
 
 __all__ = ["climb"]
 
-_PARTING = 4.0
-"""Shape of the Gamma noise of mean one at the foot of the climb."""
 _ROUNDS, _STEPS = 20, 100
 """Of L-BFGS; after each round it is asked whether the climb still gains."""
 _HISTORY = 20
@@ -107,8 +105,7 @@ def climb(
 def _first(evaluator: Evaluator, sampler: Sampler, blocks: list[Block]) -> dict[str, Tensor]:
     """log x where the climb begins: near the prior's mean given the sites before it, these at theirs.
 
-    (A prior that a run with draws has shown, with a rate of 1e-12 perhaps, is nowhere near.) Factors of
-    about .5 to 1.6 let the parts of a sum part.
+    A prior that a run with draws has shown, with a rate of 1e-12 perhaps, is nowhere near.
     """
     plan = evaluator.plan
     names = {b.sites[0] for b in blocks}
@@ -127,10 +124,7 @@ def _first(evaluator: Evaluator, sampler: Sampler, blocks: list[Block]) -> dict[
         except (NotImplementedError, AttributeError):
             return None
         if name in names:
-            mean = torch.where(mean.isfinite() & (mean > 0), mean, torch.ones_like(mean))
-            tiny = torch.finfo(mean.dtype).tiny
-            noise: Tensor = torch._standard_gamma(torch.full_like(mean, _PARTING)) / _PARTING
-            return (mean * noise).clamp(min=tiny)
+            return apart(torch.where(mean.isfinite() & (mean > 0), mean, torch.ones_like(mean)))
         real = plan.latents[name].support is None
         return mean if real and bool(mean.isfinite().all()) else None
 

@@ -121,7 +121,7 @@ def without_repeats(x: Tensor, ndim: int) -> Tensor:
     """A view of size one along those of the first `ndim` axes along which all values are the same."""
     for d in range(ndim):
         n = x.shape[d]
-        if n < 2:
+        if n < 2 or not x.numel():
             continue
         first = x.narrow(d, 0, 1)
         if x.stride(d) == 0 or (

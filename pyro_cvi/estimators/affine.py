@@ -35,7 +35,7 @@ from pyro_cvi.algebra.expression import (
 )
 from pyro_cvi.estimators.moments import Moments, Pool, Structure
 from pyro_cvi.gaussians import Layout, row_quadratic
-from pyro_cvi.linalg import broadcast_shapes
+from pyro_cvi.linalg import broadcast_shapes, without_repeats
 
 __all__ = [
     "Affine",
@@ -561,7 +561,7 @@ class _CovReader:
             if same.numel() > _MASK_LIMIT:
                 raise NotAffine("a sum over many elements of a plate inside a square")
             self.mask = same
-        self.element, self.left, self.right = (_without_repeats(x) for x in (ea, pa, pb))
+        self.element, self.left, self.right = (without_repeats(x, x.ndim) for x in (ea, pa, pb))
         self.shape = broadcast_shapes(ea.shape, pa.shape, eb.shape, pb.shape)
         self.simple = self._identity(layout, a, b)
 
@@ -602,14 +602,6 @@ class _CovReader:
         if self.mask is not None:
             value = value * self.mask
         return value
-
-
-def _without_repeats(index: Tensor) -> Tensor:
-    """The index with size one along axes on which it is constant."""
-    for i in range(index.ndim):
-        if index.shape[i] > 1 and index.numel() and bool((index == index.narrow(i, 0, 1)).all()):
-            index = index.narrow(i, 0, 1)
-    return index
 
 
 def _spread(table: dict[str, Tensor], stat: Stat, axes: Axes) -> Tensor:

@@ -96,7 +96,8 @@ def transformed(
     log_x = x.log() + torch.where(small, base.log_u / shape, 0.0)
     if family is GAMMA:
         log_x = log_x - (-natural[1]).log()
-        return _exp(log_x), (log_x, _exp(log_x))
+        value = _exp(log_x)
+        return value, (log_x, value)
     if family is INVERSE_GAMMA:
         log_x = (-natural[1]).log() - log_x
         return _exp(log_x), (log_x, _exp(-log_x))

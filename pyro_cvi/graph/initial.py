@@ -24,7 +24,7 @@ from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.symbolic import Latent
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["around", "initial_belief", "initial_beliefs", "located_points"]
+__all__ = ["apart", "around", "initial_belief", "initial_beliefs", "located_points"]
 
 _SPREAD = 0.1
 """Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`), and relative
@@ -71,7 +71,9 @@ def _usual(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief:
         return FamilyBelief(latent.family, (logits,))
     natural = latent.family.from_distribution(latent.prior)
     if latent.name in plan.sampled_sites() and latent.family in (GAMMA, INVERSE_GAMMA):
-        found = around(latent, _apart(latent))
+        # Under the prior itself, wide and perhaps without a mean, a sampled factor would be all noise.
+        middle = _moment(latent.prior, "mean", latent.value).expand(latent.shape)
+        found = around(latent, apart(middle))
         assert found is not None
         natural = found
     shape = latent.shape[: len(latent.shape) - latent.family.event_dim]
@@ -79,12 +81,8 @@ def _usual(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief:
     return FamilyBelief(latent.family, tuple(n.detach().clone() for n in natural))
 
 
-def _apart(latent: Latent) -> Tensor:
-    """A point near the prior's mean, with factors of .5 to 1.6: parts of a sum must be able to part.
-
-    Under the prior itself, wide and perhaps without a mean, a sampled factor would be all noise.
-    """
-    middle = _moment(latent.prior, "mean", latent.value).expand(latent.shape)
+def apart(middle: Tensor) -> Tensor:
+    """Points near positive ones, by factors of .5 to 1.6: parts of a sum must be able to part."""
     noise: Tensor = torch._standard_gamma(torch.full_like(middle, _PARTING))
     return (middle * noise / _PARTING).clamp(min=torch.finfo(middle.dtype).tiny)
 
