@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -262,6 +262,52 @@ def sweep_seconds(f: Fit, args: Sequence[Any], num_steps: int, repeats: int = 3)
     """
     runs = [f.cvi.run(*args, num_steps=num_steps, tol=-1.0) for _ in range(repeats)]
     return float(np.median([r.seconds / r.num_steps for r in runs]))
+
+
+@dataclass
+class Curve:
+    """Seconds on the clock and score of each point; the work done, and what ended it before its time."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    work: int = 0
+    failed: str = ""
+
+    def at(self, t: float) -> float:
+        """The score of the last point before t, or nan."""
+        found = [v for s, v in zip(self.seconds, self.scores, strict=True) if s <= t]
+        return found[-1] if found else math.nan
+
+    def arrival(self, level: float) -> float:
+        """The first time at which the score was at the level, or nan."""
+        found = [t for t, s in zip(self.seconds, self.scores, strict=True) if s >= level]
+        return found[0] if found else math.nan
+
+
+def follow(
+    name: str, start: float, cap: float, advance: Callable[[], int], score: Callable[[], float],
+    *, first: float, growth: float,
+) -> Curve:  # fmt: skip
+    """Score a method off the clock, first after so many seconds, then at times that grow by a factor.
+
+    `advance` does some work and returns how much; `start` is when the clock began.
+    """
+    curve = Curve(name)
+    clock = time.perf_counter() - start
+    while clock < cap:
+        begin = time.perf_counter()
+        try:
+            while clock + time.perf_counter() - begin < max(first, growth * clock):
+                curve.work += advance()
+        except ValueError as error:  # NaN among the parameters of a guide
+            curve.failed = str(error).split("\n")[0]
+            break
+        clock += time.perf_counter() - begin
+        curve.seconds.append(clock)
+        curve.scores.append(score())
+        print(f"{name}: {clock:.1f} s, {curve.scores[-1]:.4f}", flush=True)
+    return curve
 
 
 def is_settled(losses: Sequence[float], relative: float) -> bool:

@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from _common import Row, arguments, arrays, machine, report, run, warm_up
+from _common import Curve, Row, arguments, arrays, follow, machine, report, run, warm_up
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adadelta, Adam
 from torch import Tensor
@@ -40,21 +38,7 @@ OPTIMISERS: dict[str, Any] = {"Adam": Adam, "Adadelta": Adadelta}
 WITHIN = 0.1
 """Nats a row below the best score of all at which a method has arrived."""
 DRAWS = 50
-
-
-@dataclass
-class Curve:
-    """Seconds on the clock and score of each point."""
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    steps: int = 0
-
-    def arrival(self, level: float) -> float:
-        """The first time from which the score was at the level, or nan."""
-        found = [t for t, s in zip(self.seconds, self.scores, strict=True) if s >= level]
-        return found[0] if found else math.nan
+POINTS = {"first": 0.2, "growth": 1.1}
 
 
 def data(name: str, rows: int | None) -> tuple[Tensor, int, Tensor]:
@@ -88,28 +72,10 @@ def model(scatter: Tensor, rows: int) -> None:
 
 
 def score(q: Any, held: Tensor) -> float:
-    with torch.no_grad():
-        return sum(float(log_density(q.sample(), held, 1.0)) for _ in range(DRAWS)) / DRAWS
-
-
-def follow(name: str, cap: float, advance: Callable[[], int], q: Callable[[], Any], held: Tensor,
-           start: float) -> Curve:  # fmt: skip
-    """Score a method in between pieces of work of about a tenth of the time so far."""
-    curve = Curve(name)
-    clock = time.perf_counter() - start
-    while clock < cap:
-        begin = time.perf_counter()
-        while True:
-            curve.steps += advance()
-            if clock + time.perf_counter() - begin > max(0.2, 1.1 * clock):
-                break
-        clock += time.perf_counter() - begin
-        state = torch.get_rng_state()
+    """From the same draws at every point; torch's random state is left as it was."""
+    with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(1)
-        curve.seconds.append(clock)
-        curve.scores.append(score(q(), held))
-        torch.set_rng_state(state)
-    return curve
+        return sum(float(log_density(q.sample(), held, 1.0)) for _ in range(DRAWS)) / DRAWS
 
 
 def with_cvi(scatter: Tensor, rows: int, held: Tensor, cap: float) -> Curve:
@@ -122,7 +88,7 @@ def with_cvi(scatter: Tensor, rows: int, held: Tensor, cap: float) -> Curve:
         cvi.step(scatter, rows)
         return 1
 
-    return follow("CVI", cap, advance, lambda: guide.posterior("Z"), held, start)
+    return follow("CVI", start, cap, advance, lambda: score(guide.posterior("Z"), held), **POINTS)
 
 
 def with_svi(
@@ -152,7 +118,8 @@ def with_svi(
             svi.step(scatter, rows)
         return 10
 
-    return follow(f"{optimiser}, rate {rate:g}", cap, advance, q, held, start)
+    name = f"{optimiser}, rate {rate:g}"
+    return follow(name, start, cap, advance, lambda: score(q(), held), **POINTS)
 
 
 def compare(name: str, rows: int | None, cap: float) -> tuple[list[Row], dict[str, Any]]:
@@ -161,7 +128,7 @@ def compare(name: str, rows: int | None, cap: float) -> tuple[list[Row], dict[st
     for optimiser, rates in RATES.items():
         for rate in rates:
             curve = with_svi(scatter, n, held, cap, optimiser, rate)
-            if all(math.isfinite(s) for s in curve.scores):
+            if curve.scores and all(math.isfinite(s) for s in curve.scores):
                 curves.append(curve)
     ours, theirs = curves[0], curves[1:]
     case = f"{name}, {n} x {len(scatter)}"
@@ -177,8 +144,8 @@ def compare(name: str, rows: int | None, cap: float) -> tuple[list[Row], dict[st
         Row(case, "SVI / CVI", first[0] / mine, ">=", 4.0),
         Row(case, "SVI: best score at the end of its time", max(c.scores[-1] for c in theirs)),
         Row(case, "CVI: score at the end of its time", ours.scores[-1]),
-        Row(case, "CVI: seconds per step", ours.seconds[-1] / ours.steps),
-        Row(case, "SVI: seconds per step", theirs[0].seconds[-1] / theirs[0].steps),
+        Row(case, "CVI: seconds per step", ours.seconds[-1] / ours.work),
+        Row(case, "SVI: seconds per step", theirs[0].seconds[-1] / theirs[0].work),
     ]
     return table, {c.name: {"seconds": c.seconds, "scores": c.scores} for c in curves}
 

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from _common import Row, arguments, arrays, machine, report, run, versions, warm_up
+from _common import Curve, Row, arguments, arrays, follow, machine, report, run, versions, warm_up
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import Adam
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from pyro_cvi import CVI, AutoCVI
 
@@ -40,25 +39,10 @@ BATCH = 600
 RATES = (0.003, 0.01, 0.03, 0.1)
 SAMPLES = 4
 UPDATES = 100
+POINTS = {"first": 5.0, "growth": 1.2}
 FLOOR = 0.1
 """Of the shapes of SVI's guide, as Pyro's own example of Gamma guides clips them."""
 TIMES = (30, 60, 120, 180, 240)
-
-
-@dataclass
-class Curve:
-    """Seconds on the clock and loss of each point."""
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    rows: int = 0
-    failed: str = ""
-
-    def at(self, t: float) -> float:
-        """The loss of the last point before t."""
-        found = [v for s, v in zip(self.seconds, self.losses, strict=True) if s <= t]
-        return found[-1] if found else math.nan
 
 
 def loss_of(W: Tensor, x: Tensor) -> float:
@@ -80,25 +64,6 @@ def model(x: Tensor, K: int, size: int) -> None:
         pyro.sample("x", dist.Poisson(z @ W).to_event(1), obs=x[index])
 
 
-def follow(name: str, cap: float, advance: Callable[[], int], W: Callable[[], Tensor], test: Tensor,
-           start: float) -> Curve:  # fmt: skip
-    curve = Curve(name)
-    clock = time.perf_counter() - start
-    while clock < cap:
-        begin = time.perf_counter()
-        try:
-            while time.perf_counter() - begin + clock < max(5.0, 1.2 * clock):
-                curve.rows += advance()
-        except ValueError as error:  # NaN among the parameters of a guide
-            curve.failed = str(error).split("\n")[0]
-            break
-        clock += time.perf_counter() - begin
-        curve.seconds.append(clock)
-        curve.losses.append(loss_of(W(), test))
-        print(f"{name}: {clock:.0f} s, {curve.rows} rows, {curve.losses[-1]:.4f}", flush=True)
-    return curve
-
-
 def with_cvi(x: Tensor, test: Tensor, K: int, size: int, cap: float) -> tuple[Curve, CVI]:
     pyro.set_rng_seed(0)
     start = time.perf_counter()
@@ -109,7 +74,10 @@ def with_cvi(x: Tensor, test: Tensor, K: int, size: int, cap: float) -> tuple[Cu
         cvi.step(x, K, size)
         return size
 
-    curve = follow("CVI", cap, advance, lambda: guide.posterior("W").mean, test, start)
+    def loss() -> float:
+        return loss_of(guide.posterior("W").mean, test)
+
+    curve = follow("CVI", start, cap, advance, loss, **POINTS)
     return curve, cvi
 
 
@@ -126,8 +94,8 @@ def with_svi(x: Tensor, test: Tensor, K: int, size: int, cap: float, rate: float
         shape = pyro.param(f"{name}_shape", torch.full_like(start, 3.0))
         if index is not None:
             mean, shape = mean[index], shape[index]
-        mean = torch.nn.functional.softplus(mean) + 1e-6
-        shape = torch.nn.functional.softplus(shape) + FLOOR
+        mean = softplus(mean) + 1e-6
+        shape = softplus(shape) + FLOOR
         return dist.Gamma(shape, shape / mean).to_event(1)
 
     first_w, first_z = noise(W_PRIOR, K, x.shape[1]), noise(Z_PRIOR, len(x), K)
@@ -144,10 +112,10 @@ def with_svi(x: Tensor, test: Tensor, K: int, size: int, cap: float, rate: float
         svi.step(x, K, size)
         return size
 
-    def W() -> Tensor:
-        return torch.nn.functional.softplus(pyro.param("W_mean")).detach() + 1e-6
+    def loss() -> float:
+        return loss_of(softplus(pyro.param("W_mean")).detach() + 1e-6, test)
 
-    return follow(f"Adam, rate {rate:g}", cap, advance, W, test, start)
+    return follow(f"Adam, rate {rate:g}", start, cap, advance, loss, **POINTS)
 
 
 def with_sklearn(x: Tensor, test: Tensor, K: int, iterations: int) -> tuple[float, float]:
@@ -182,8 +150,8 @@ def main() -> None:
     theirs = [with_svi(x, test, K, size, cap, rate) for rate in rates]
     case = f"{len(x)} x {x.shape[1]}, K = {K}"
     rows = [
-        Row(case, "CVI: seconds of a pass", ours.seconds[-1] / ours.rows * len(x), "<=", 300.0),
-        Row(case, "SVI: seconds of a pass", theirs[0].seconds[-1] / theirs[0].rows * len(x)),
+        Row(case, "CVI: seconds of a pass", ours.seconds[-1] / ours.work * len(x), "<=", 300.0),
+        Row(case, "SVI: seconds of a pass", theirs[0].seconds[-1] / theirs[0].work * len(x)),
     ]
     for t in (*TIMES, cap):
         if t <= cap:
@@ -199,7 +167,7 @@ def main() -> None:
         Row(case, "scikit-learn's NMF: loss", loss),
     ]
     curves = {
-        c.name: {"seconds": c.seconds, "losses": c.losses, "failed": c.failed}
+        c.name: {"seconds": c.seconds, "losses": c.scores, "failed": c.failed}
         for c in (ours, *theirs)
     }
     report(__file__, rows, at, options.small, versions=versions("scikit-learn"), curves=curves)
