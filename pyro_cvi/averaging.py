@@ -58,12 +58,19 @@ class Averaging:
 
     @property
     def is_near(self) -> bool:
-        """Whether the last iterates themselves are within `ERROR`, by two standard errors."""
-        last = torch.tensor(self.residuals[-_WINDOW:])
-        if len(last) < _WINDOW:
+        """Whether the last iterates themselves are within `ERROR`, by two standard errors.
+
+        Residuals of a few steps may agree by accident, or be clearly negative where draws have heavy
+        tails: the standard error is at least what the noise of the halves makes it, and the mean has to
+        be near zero on both sides.
+        """
+        window = max(_WINDOW, len(self.residuals) // 3)
+        last = torch.tensor(self.residuals[-window:], dtype=torch.float64)
+        if len(last) < window:
             return False
-        bound = last.mean() + 2 * last.std() / _WINDOW**0.5
-        return bool(bound <= ERROR * self.scalars)
+        noise = 2 * sum(self.noises[-window:]) / window / self.scalars**0.5
+        error = max(float(last.std()), noise) / window**0.5
+        return abs(float(last.mean())) + 2 * error <= ERROR * self.scalars
 
     def add(self, beliefs: Mapping[str, Belief]) -> None:
         """Put the beliefs of a stationary step into the average."""

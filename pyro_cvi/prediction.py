@@ -35,7 +35,7 @@ from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 __all__ = ["local_posteriors", "log_predictive"]
 
 _ROUNDS, _SETTLED = 200, 1e-8
-_SAMPLED_ROUNDS, _SAMPLED_SETTLED = 60, 1e-4
+SAMPLED_ROUNDS, SAMPLED_SETTLED = 60, 1e-4
 _SYMMETRIC = 1e-8
 """Logits that differ by less are those of components that are still alike."""
 
@@ -78,7 +78,7 @@ def local_posteriors(
             )  # fmt: skip
             sampler = Sampler(prepared.plan, call, sampling)
             Sweeper("stochastic", 1.0, 0.7, seed).settle_sampled(
-                evaluator, sampler, noisy, _SAMPLED_ROUNDS, _SAMPLED_SETTLED
+                evaluator, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED
             )
         for block in prepared.plan.blocks:
             if block.placement is not None:

@@ -91,6 +91,16 @@ class Expectation:
             total = value if first else value + total  # tables of a large plate are not copied
         return total if isinstance(total, Tensor) else torch.tensor(total)
 
+    def magnitude(self, moments: Moments) -> Tensor:
+        """Like the value, with the size of each term in the place of the term."""
+        ndim = len(self.shape)
+        constant = self.constant
+        total = constant.abs() if isinstance(constant, Tensor) else torch.tensor(abs(constant))
+        for coefficient, consts, components in self.terms:
+            pieces = [*consts, *((c(moments), c.axes) for c in components)]
+            total = (coefficient * contract(pieces, ndim)).abs() + total
+        return total
+
     def summed(self, weight: Tensor | float, shape: tuple[int, ...]) -> Summed:
         """sum over the cells `shape` of weight * E_q[expression], the weight contracted beforehand."""
         return summed(self.constant, self.terms, weight, shape)
@@ -121,16 +131,21 @@ def compile_expectation(
 def _compile_term(t: Term, structure: Structure, result: Expectation, learn: bool) -> None:
     consts, groups = _components(t, structure)
     compiled: list[list[Piece]] = []
+    opaque_groups: list[list[Operand]] = []
     for operands in groups:
         component = _compile_component(operands, structure, result, learn)
         if component is None:
-            if not _compile_multiplied_out(t, structure, result, learn):
-                _note_sampled(operands, result)
-            return
+            opaque_groups.append(operands)
+            continue
         apart: list[Piece] | None = None
         if isinstance(component, Product):
             apart = separated(component) or bilinear(component)
         compiled.append([(1.0, [component])] if apart is None else apart)
+    if opaque_groups:  # the other components stay noted: given draws of these, they are averaged so
+        if not _compile_multiplied_out(t, structure, result, learn):
+            for operands in opaque_groups:
+                _note_sampled(operands, result)
+        return
     for choice in itertools.product(*compiled):
         coefficient = t.coefficient * math.prod(c for c, _ in choice)
         result.terms.append((coefficient, consts, [p for _, parts in choice for p in parts]))

@@ -21,6 +21,7 @@ from pyro_cvi.families.wrappers import peel
 
 __all__ = ["Unconstrained", "has_bijection", "log_jacobian"]
 
+_TRANSFORMED = torch.distributions.TransformedDistribution
 _SPREAD = 2.0
 """Where a prior cannot be sampled, draws are uniform within this of zero."""
 
@@ -35,7 +36,7 @@ class Unconstrained(dist.TorchDistribution):
 
     def __init__(self, constrained: Any, transform: Any = None) -> None:
         self.constrained = constrained
-        self.transform = biject_to(constrained.support) if transform is None else transform
+        self.transform = bijection(constrained) if transform is None else transform
         whole = constrained.batch_shape + constrained.event_shape
         shape = torch.Size(self.transform.inverse_shape(whole))
         batch = constrained.batch_shape
@@ -108,7 +109,31 @@ def has_bijection(d: Any) -> bool:
     if isinstance(peel(d), Unconstrained | dist.Delta) or getattr(d.support, "is_discrete", True):
         return False
     try:
-        biject_to(d.support)
+        bijection(d)
     except NotImplementedError:
         return False
     return True
+
+
+def bijection(d: Any) -> Any:
+    """torch's bijection from the real line to the support of d.
+
+    A TransformedDistribution states the codomain of its last transform: all real numbers for a shifted
+    Exponential. If the support of what it transforms is smaller, the bijection to that comes first.
+    """
+    core: Any = peel(d)
+    if type(core) is dist.TransformedDistribution or type(core) is _TRANSFORMED:
+        base = core.base_dist.support
+        if not _is_real(base) and all(t.bijective for t in core.transforms):
+            extra = len(core.event_shape) - base.event_dim
+            first = biject_to(constraints.independent(base, extra) if extra > 0 else base)
+            whole = dist.transforms.ComposeTransform([first, *core.transforms])
+            more = len(d.event_shape) - whole.codomain.event_dim
+            return dist.transforms.IndependentTransform(whole, more) if more > 0 else whole
+    return biject_to(d.support)
+
+
+def _is_real(support: Any) -> bool:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real or support is constraints.real_vector

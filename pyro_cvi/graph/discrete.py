@@ -25,7 +25,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.check import agree
 from pyro_cvi.graph.symbolic import Call, Factor, Latent, Symbolic
 
-__all__ = ["Dependence", "chains", "check_branches", "shares_dims", "with_dims"]
+__all__ = ["Dependence", "chains", "check_branches", "check_plates", "shares_dims", "with_dims"]
 
 Dependence = Mapping[str, frozenset[str]]
 """For each factor the discrete sites it depends on."""
@@ -93,6 +93,33 @@ def shares_dims(latents: Mapping[str, Latent]) -> bool:
     return len(set(dims)) < len(dims)
 
 
+def check_plates(call: Call, symbolic: Symbolic) -> None:
+    """A discrete site is enumerated element by element: what reads it stands in its plates.
+
+    A sum over the plate, or one element read outside of it, would join states that are tried one by one.
+    """
+    try:
+        depends = call.dependence(one_state=True)
+    except Exception:
+        return  # `check_branches` compares the densities themselves
+    for f in symbolic.factors:
+        for n in sorted(depends.get(f.name, frozenset())):
+            latent = symbolic.latents.get(n)
+            if latent is None or latent.support is None or n in f.forced:
+                continue
+            outside = [p for p, _, size, _ in latent.plates if size > 1 and p not in f.plates]
+            if outside:
+                raise CVIError(
+                    message(
+                        f"site '{f.name}'",
+                        f"it reads elements of the discrete site '{n}' outside of plate '{outside[0]}'",
+                        "each element of a discrete site read on its own, inside of its plates",
+                        f"make the elements that meet sites of their own (a Python loop in place of the "
+                        f"plate around '{n}')",
+                    )
+                )
+
+
 def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, Tensor]) -> None:
     """The enumerated densities, read at the states of a plain run, are the densities of that run.
 
@@ -100,8 +127,6 @@ def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, 
     """
     point = {n: run.nodes[n]["value"] for n in symbolic.latents}
     for f in symbolic.factors:
-        if not f.enumerated:
-            continue
         try:
             with torch.no_grad():
                 mine = evaluate(f.expression, point_reader(point)).expand(f.expression.shape)
@@ -113,11 +138,11 @@ def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, 
             raise CVIError(
                 message(
                     f"site '{f.name}'",
-                    f"its density at given states of {sorted(f.enumerated)} is not the one found when "
-                    "all states are tried at once",
-                    "a density that depends on discrete values through tensors only",
+                    f"its density at given states of {sorted(f.enumerated) or 'the discrete sites'} is "
+                    "not the one found when all states are tried at once",
+                    "a density that reads each element of a discrete site on its own, through tensors",
                     "replace .item(), numpy and Python branches on discrete values by indexing or "
-                    "torch.where",
+                    "torch.where, and a plate whose elements meet in one density by a Python loop",
                 )
             )
 

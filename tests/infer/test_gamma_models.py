@@ -35,7 +35,7 @@ def core(q: Any) -> Any:
 
 
 def moved_by_the_gradient(
-    model: Callable[..., None], args: tuple[Any, ...], guide: AutoCVI, draws: int = 400
+    model: Callable[..., None], args: tuple[Any, ...], guide: AutoCVI, draws: int = 1600
 ) -> dict[str, Tensor]:
     """For each site, |natural gradient| of the bound in log parameters: F^-1 d ELBO, with F diagonal.
 
@@ -141,8 +141,8 @@ def test_the_fit_is_a_stationary_point_of_the_bound(name: str) -> None:
     result = CVI(model, guide, num_samples=32).run(*args, num_steps=400)
     assert result.converged, result.reason
     left = moved_by_the_gradient(model, args, guide)
-    # In units of the posterior's own standard deviation; the noise of 400 draws is about .05 to .1.
-    assert all(float(x.max()) < 0.35 for x in left.values()), left
+    # In units of the posterior's own standard deviation; the noise of 1600 draws is up to .2
+    assert all(float(x.max()) < 0.3 for x in left.values()), left
 
 
 # --- Poisson-Gamma matrix factorisation ------------------------------------------------------------

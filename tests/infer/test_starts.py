@@ -223,7 +223,8 @@ def test_a_mixture_whose_rows_have_latents_of_their_own_is_seeded(model):
         guide = AutoCVI(model)
         cvi = CVI(model, guide)
         cvi._sweeper.seeded = seeded
-        losses.append(cvi.run(x, num_steps=300).losses[-1])
+        # Three starts: in some, mean field lets the rows' own values explain everything.
+        losses.append(cvi.run(x, num_steps=300, num_restarts=3).losses[-1])
         if seeded and model is not rows_with_a_rate_of_their_own:
             p = guide.posterior("z").probs.argmax(-1)[torch.arange(40) % 5 != 0]
             parity = (torch.arange(40) % 2)[torch.arange(40) % 5 != 0]
