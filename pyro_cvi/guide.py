@@ -18,14 +18,26 @@ from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import log_jacobian
+from pyro_cvi.graph.chain import Chain
 from pyro_cvi.graph.initial import initial_belief, located_points
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
+from pyro_cvi.graph.process import Process
 from pyro_cvi.graph.sampling import draw, scatter
 from pyro_cvi.graph.symbolic import Latent, plain_trace, subsample_values
 from pyro_cvi.graph.windows import Part, Window, whole_latent
-from pyro_cvi.laws import as_belief, finite_law, index_of, joint, marginal, median, quantile
+from pyro_cvi.laws import (
+    StructuredLaw,
+    as_belief,
+    finite_law,
+    index_of,
+    joint,
+    marginal,
+    median,
+    quantile,
+)
 from pyro_cvi.linalg import broadcast_shapes
+from pyro_cvi.structured import ChainBelief, ProcessBelief, StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["AutoCVI"]
@@ -184,6 +196,8 @@ class AutoCVI(AutoGuide):
         new = prepare(model, args, kwargs, self.max_dense_dim, old, chosen=chosen)
         if old is None:
             self._adopt(new, model, args, kwargs)
+        else:
+            self._follow(new)
         if self._model[0] is None:
             self._model = (model,)
         self._prepared = new
@@ -215,6 +229,27 @@ class AutoCVI(AutoGuide):
             if frame.vectorized  # latents of a sequential plate are sites of their own
         }
 
+    def _follow(self, new: Prepared) -> None:
+        """Of other data a process has other predictors: its pseudo-observations start anew."""
+        for block in new.plan.blocks:
+            if block.form is None:
+                continue
+            names = _buffer_names(block)
+            if all(n in self._buffers for n in names):
+                old = [self._buffers[n] for n in names]
+                fresh = initial_belief(new.plan, block, self._start).tensors
+                if [t.shape for t in old] == [t.shape for t in fresh]:
+                    continue
+            fresh = initial_belief(new.plan, block, self._start).tensors
+            kept = dict(zip(names, fresh, strict=True))
+            if _same_shape(self._buffers.get(names[0]), fresh[0]):
+                kept[names[0]] = self._buffers[names[0]]
+            stem = names[0].removesuffix("loc")
+            for n in [n for n in self._buffers if n.startswith(stem)]:
+                del self._buffers[n]
+            for n, tensor in kept.items():
+                self.register_buffer(n, tensor.detach().clone().contiguous())
+
     def _begin(self, new: Prepared) -> None:
         for name, tensor in self._starting_buffers(new).items():
             self.register_buffer(name, tensor.detach().clone().contiguous())
@@ -236,7 +271,7 @@ class AutoCVI(AutoGuide):
 
         A guide that had not seen data before the block has not seen any after it.
         """
-        kept, fresh = self._prepared, not self._buffers
+        kept, fresh, buffers = self._prepared, not self._buffers, dict(self._buffers)
         failed = True
         try:
             yield
@@ -248,6 +283,9 @@ class AutoCVI(AutoGuide):
                     self._beliefs.clear()
                     if fresh:
                         self._buffers.clear()
+                else:
+                    self._buffers.clear()
+                    self._buffers.update(buffers)
                 self._prepared = kept
 
     def _check_part(self, new: Prepared) -> None:
@@ -299,7 +337,7 @@ class AutoCVI(AutoGuide):
         result: dict[str, Tensor] = {}
         for block in dict.fromkeys(self.block_of(s) for s in sites):
             belief = self.belief(block)
-            if isinstance(belief, GaussianBelief):
+            if block.layout is not None:
                 result |= scatter(block, draw(block, belief))
             elif block.is_chain:
                 raise CVIError(
@@ -352,7 +390,7 @@ class AutoCVI(AutoGuide):
         """The belief held in the block's buffers, with what was derived from it."""
         tensors = self._buffers_of(block)
         known = self._beliefs.get(block.name)
-        if known is not None and _is_unchanged(known[1], tensors):
+        if known is not None and _is_unchanged(known[1], tensors) and _is_of(known[0], block):
             return known[0]
         belief = as_belief(block, tuple(t.detach().clone() for t in tensors))
         self._beliefs[block.name] = (belief, [(t, t._version) for t in tensors])
@@ -379,6 +417,15 @@ class AutoCVI(AutoGuide):
             b.name: self.belief(b) if b.placement is None else self._windowed(b)
             for b in self.plan.blocks
         }
+
+    def has_unseen(self) -> bool:
+        """Whether the present minibatch holds elements that none before it held."""
+        window = self._need("its posterior").window
+        return any(
+            not bool(self._buffers[_seen_name(b)][_elements(b, window)].all())
+            for b in self.plan.blocks
+            if b.placement is not None
+        )
 
     def _windowed(self, block: Block) -> Belief:
         """The belief about the window's elements; those never seen start as all did."""
@@ -448,7 +495,7 @@ class AutoCVI(AutoGuide):
         if len(set(names)) != len(names):
             raise CVIError(f"joint({names!r}): a site is named twice; name each once")
         belief = self.belief(block)
-        assert isinstance(belief, GaussianBelief)
+        assert isinstance(belief, GaussianBelief | StructuredBelief)
         return joint(block, belief, names)
 
     def block_of(self, site: str) -> Block:
@@ -469,7 +516,8 @@ class AutoCVI(AutoGuide):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The marginal median of every latent.
 
-        Of a discrete site the most probable value, of a Wishart matrix the mean.
+        Of a discrete site the most probable value, of a Wishart matrix the mean; of a vector or matrix
+        that is transformed as a whole (simplex, correlation matrix), the transform of the median.
         """
         plan = self._need("median").plan.whole
         return {n: median(*self._entry(n)) for n in plan.latents}
@@ -480,7 +528,8 @@ class AutoCVI(AutoGuide):
     ) -> dict[str, Tensor]:
         """Marginal quantiles of every latent, with a leading quantile dim.
 
-        Those of a discrete site follow the order of its support.
+        Those of a discrete site follow the order of its support. Of vectors and matrices that are
+        transformed as a whole (simplexes, correlation matrices) they are those of 10,000 draws.
         """
         plan = self._need("quantiles").plan.whole
         wanted = [float(q) for q in quantiles]
@@ -510,7 +559,7 @@ class AutoCVI(AutoGuide):
                 block = block.sized(sizes)
                 latents = {s: _resized(x, sizes) for s, x in latents.items()}
             drawn = _Drawn(block, latents, belief, plates)
-            if isinstance(belief, GaussianBelief):
+            if block.layout is not None:
                 result.update(self._sample_gaussian(drawn))
             elif block.is_chain:
                 result.update(self._sample_chain(drawn))
@@ -571,8 +620,12 @@ class AutoCVI(AutoGuide):
 
     def _sample_gaussian(self, drawn: _Drawn) -> dict[str, Tensor]:
         block, belief, layout = drawn.block, drawn.belief, drawn.block.layout
-        assert layout is not None and isinstance(belief, GaussianBelief)
-        joint = dist.MultivariateNormal(belief.loc, scale_tril=belief.scale_tril).to_event(1)
+        assert layout is not None
+        if isinstance(belief, StructuredBelief):
+            joint: Any = StructuredLaw(belief)
+        else:
+            assert isinstance(belief, GaussianBelief)
+            joint = dist.MultivariateNormal(belief.loc, scale_tril=belief.scale_tril).to_event(1)
         name = f"_{type(self).__name__}_{block.name}"
         z = pyro.sample(name, joint, infer={"is_auxiliary": True})
         lead = z.shape[:-2]
@@ -672,7 +725,32 @@ def _elements(block: Block, window: Window) -> tuple[Tensor, ...]:
 def _buffer_names(block: Block) -> list[str]:
     """State dict keys such as `w+b:loc`; a dot, which torch reserves, is written as Pyro does."""
     parts = ("loc", "precision") if block.layout is not None else block.family.statistics
+    if isinstance(block.form, Chain):
+        parts = (
+            "loc",
+            "loc_shared",
+            "precision",
+            "precision_step",
+            "precision_edge",
+            "precision_shared",
+        )
+    elif isinstance(block.form, Process):
+        widths = block.form.predictors.widths
+        parts = ("loc", "precision", "coefficients", *(f"curvature_{w}" for w in widths))
     return [block.name.replace(".", "$$$") + _SEPARATOR + part for part in parts]
+
+
+def _same_shape(known: Tensor | None, new: Tensor) -> bool:
+    return known is not None and known.shape == new.shape
+
+
+def _is_of(belief: Belief, block: Block) -> bool:
+    """Whether a belief has the block's present predictors and prior."""
+    if isinstance(belief, ChainBelief):
+        return isinstance(block.form, Chain) and belief.pattern is block.form.pattern
+    if isinstance(belief, ProcessBelief):
+        return isinstance(block.form, Process) and belief.spec is block.form.predictors
+    return True
 
 
 def _is_unchanged(known: list[tuple[Tensor, int]], tensors: tuple[Tensor, ...]) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +31,12 @@ from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.linalg import sum_gradients
-from pyro_cvi.prediction import local_posteriors, log_predictive
+from pyro_cvi.prediction import (
+    SAMPLED_ROUNDS,
+    SAMPLED_SETTLED,
+    local_posteriors,
+    log_predictive,
+)
 from pyro_cvi.sweep import Sweeper, kl_of
 
 __all__ = ["CVI", "RunResult"]
@@ -71,8 +77,9 @@ class CVI:
             takes steps of size rho_t. It also serves batches that are mixed anew, and streams: rows
             that do not change with the indices their plate draws.
         delay, forget: rho_t = (t + delay)^-forget at step t = 0, 1, ... of the stochastic rule.
-        num_samples: draws a step, for factors that neither algebra nor quadrature can average. A
-            Gaussian block of at most 64 scalars gets two for each of them.
+        num_samples: draws a step, for factors that neither algebra nor quadrature can average; at
+            least 4, and an even number. A Gaussian block gets four for each of its scalars up to 32 of
+            them, and two up to 64.
         antithetic: draws come in pairs that mirror each other.
         fisher: how gradients in the natural parameters of Gamma, inverse Gamma, Beta and Dirichlet sites
             become gradients in mean parameters: by the "analytic" Fisher matrix, or by one that is
@@ -125,18 +132,24 @@ class CVI:
                 f"delay is {delay!r} and forget is {forget!r}; expected delay >= 0 and forget in "
                 "(0.5, 1], for which the steps of the stochastic rule converge"
             )
-        if not isinstance(num_samples, int) or num_samples < 2:
+        if not _is_count(num_samples, 2):
             raise CVIError(f"num_samples is {num_samples!r}; expected an integer of at least 2")
         if fisher not in ("analytic", "sampled"):
             raise CVIError(f"fisher is {fisher!r}; expected 'analytic' or 'sampled'")
-        if seed is not None and not isinstance(seed, int):
-            raise CVIError(f"seed is {seed!r}; expected an integer or None")
+        if not isinstance(antithetic, bool):
+            raise CVIError(f"antithetic is {antithetic!r}; expected True or False")
+        if seed is not None and not (_is_count(seed, 0) and seed < 2**63):
+            raise CVIError(f"seed is {seed!r}; expected None or an integer from 0 to 2**63 - 1")
         self.model, self.guide, self.optim = model, guide, optim
         self.loss: ELBO = Trace_ELBO() if loss is None else loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
         self._sweeper = Sweeper(minibatch, delay, forget, seed)
         self._moved = math.inf
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but values that are computed again."""
+        return {**self.__dict__, "_evaluator": None}
 
     # --- public ------------------------------------------------------------------------------------
 
@@ -161,9 +174,19 @@ class CVI:
 
         With `last` None it is measured always.
         """
-        with torch.enable_grad(), self.guide.undone_on_error():
+        with torch.enable_grad(), self.guide.undone_on_error(), self._own_randomness():
             self._sweeper.temperature = temperature
             return self._step(args, kwargs, unchanged, last, tol)
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """With a seed, torch's random state is another one inside, and the same as before after it."""
+        if self._sweeper.seed is None:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(self._sweeper.next_seed())
+            yield
 
     def _step(
         self,
@@ -186,7 +209,8 @@ class CVI:
             sweeper.narrow(evaluator)
             sampler = partial(self._sampler, prepared, args, kwargs)
             sweeper.located = self.guide.located
-            sweeper.sweep(evaluator, prepared, sampler, fitted)
+            unseen = self.guide.has_unseen()
+            sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
             elbo = evaluator.elbo() + sweeper.sampled_value
             finite = all(
                 evaluator.beliefs[b.name].is_finite()
@@ -226,9 +250,11 @@ class CVI:
                     self._sweeper.settle(found, noisy)
                     if noisy:
                         other = Sweeper("stochastic", 1.0, 0.7, self._sweeper.seed)
-                        fresh = self._sweeper.meets_new(prepared, note=False)
                         sampler = self._sampler(prepared, args, kwargs)
-                        other.settle_sampled(found, sampler, noisy, fresh=fresh)
+                        other.settle_sampled(
+                            found, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED,
+                            fresh=self.guide.has_unseen(),
+                        )  # fmt: skip
                 loss = -self._elbo(found, prepared, args, kwargs)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
@@ -260,10 +286,14 @@ class CVI:
                 geometrically from the temperature to 1, and with a little noise in discrete sites.
                 Topics gain much by it (try (1.5, 20) or slower), mixtures little.
         """
-        if num_steps < 0:
-            raise CVIError(f"num_steps is {num_steps}; expected zero or more")
-        if num_restarts < 1:
-            raise CVIError(f"num_restarts is {num_restarts}; expected at least one start")
+        if not _is_count(num_steps, 0):
+            raise CVIError(f"num_steps is {num_steps!r}; expected an integer, zero or more")
+        if not _is_count(num_restarts, 1):
+            raise CVIError(
+                f"num_restarts is {num_restarts!r}; expected an integer, at least one start"
+            )
+        if math.isnan(tol):
+            raise CVIError("tol is nan; expected a number (negative: take all steps)")
         if annealing is not None and not _is_schedule(annealing, num_steps):
             raise CVIError(
                 f"annealing is {annealing!r}; expected (temperature, steps) with a temperature of at "
@@ -287,6 +317,7 @@ class CVI:
             if best is not None and best[1] is not None:
                 self.guide.restore(best[1])
                 self._sweeper, self._evaluator = best[2], None
+            self._sweeper.accelerated = self._sweeper.is_mixture = False
         assert best is not None
         result = best[0]
         result.restarts = finals
@@ -316,6 +347,7 @@ class CVI:
             # finds a change (a model of random data), in every step.
             unchanged = not _is_power_of_four(i) and 0 < i < num_steps - 1 and not changes
             plan = self.guide.prepared
+            self._sweeper.accelerated = i < num_steps - 1  # a run ends with a plain sweep
             last = None if bar is not None else (result.losses or [math.inf])[-1]
             loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
             changes = changes or (i > 0 and plan is not self.guide.prepared)
@@ -369,20 +401,26 @@ class CVI:
         """E[(m' - m)^T F (m' - m)] in nats, m' the sampled part of a message to a site and m its mean.
 
         In this metric 0.01 for a scalar moves it by a tenth of a standard deviation at full step size.
-        Estimated from groups of the draws of one step, which changes nothing; only sampled sites are in
-        the result.
+        Estimated from the draws of so many steps, which change nothing; only sampled sites are in the
+        result.
         """
-        if num_groups < 2:
-            raise CVIError(f"num_groups is {num_groups}; expected at least 2")
+        if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 2:
+            raise CVIError(f"num_groups is {num_groups!r}; expected an integer of at least 2")
         with torch.enable_grad(), self.guide.undone_on_error(always=True):
             prepared = self.guide.prepare(self.model, args, kwargs)
             sampler = self._sampler(prepared, args, kwargs)
-            sampler.count = max(sampler.count, 2 * num_groups)
             evaluator = Evaluator(prepared.plan, self.guide.beliefs())
-            estimate = sampler.estimate(
-                evaluator, self._sweeper.control, seed=self._sweeper.seed, groups=num_groups
-            )
-            return noise_by_site(evaluator, estimate, prepared.plan.sampled_sites())
+            seed = self._sweeper.seed
+            messages = [
+                sampler.estimate(
+                    evaluator,
+                    self._sweeper.control,
+                    groups=2,
+                    seed=None if seed is None else seed + i,
+                ).messages
+                for i in range(num_groups)
+            ]
+            return noise_by_site(evaluator, messages, prepared.plan.sampled_sites())
 
     # --- new data ----------------------------------------------------------------------------------
 
@@ -493,6 +531,8 @@ class CVI:
         plan = self.guide.plan
         if plan.sampled_sites() or plan.learns or len(losses) < 2:
             return False  # what is sampled has a rule of its own: see `Averaging`
+        if self._sweeper.is_mixture:
+            return False
         if plan.stochastic:
             return tol > 0 and losses[-1] == losses[-2]
         scale = tol * max(abs(losses[-1]), 1.0)
@@ -542,11 +582,14 @@ class CVI:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """One step of the user's optimiser on the parameters, with the posterior held fixed."""
+        """One step of the user's optimiser on the parameters, with the posterior held fixed.
+
+        Of processes the pseudo-observations are held: their posterior moves with the prior.
+        """
         assert self.optim is not None
         leaves = list(prepared.parameters.values())
         grads: list[Tensor | None] = [None] * len(leaves)
-        elbo = evaluator.expectations()
+        elbo = evaluator.with_learnt_priors() + evaluator.expectations()
         if elbo.requires_grad:
             grads = list(torch.autograd.grad(elbo, leaves, allow_unused=True))
         if prepared.plan.sampled_sites():
@@ -571,6 +614,10 @@ class CVI:
         for p in leaves:
             p.grad = torch.zeros_like(p)
         self._evaluator = None
+
+
+def _is_count(x: Any, least: int) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
 def _is_power_of_four(i: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +10,28 @@ import numpy as np
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import WISHART
 from pyro_cvi.families.quantiles import quantile as family_quantile
+from pyro_cvi.gaussians.chain import Blocks
+from pyro_cvi.graph.chain import Chain
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.symbolic import Latent
+from pyro_cvi.structured import ChainBelief, ProcessBelief, StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
+_JOINT = 4000
+"""Most scalars of a site in a large block that is given with its covariance, not by its marginals."""
+_DRAWS = 10_000
+"""For quantiles that have no other way."""
 _NODES = 80
 """Gauss-Hermite nodes for the moments of a transformed Gaussian."""
 
 __all__ = [
     "FiniteSupport",
+    "StructuredLaw",
     "as_belief",
     "finite_law",
     "index_of",
@@ -34,6 +44,12 @@ __all__ = [
 
 def as_belief(block: Block, tensors: tuple[Tensor, ...]) -> Belief:
     """The belief of a block from its tensors."""
+    if isinstance(block.form, Chain):
+        nodes, border, *blocks = tensors
+        return ChainBelief(block.form.pattern, nodes, border, Blocks(*blocks))
+    if block.form is not None:
+        loc, precision, coefficients, *curvature = tensors
+        return ProcessBelief(block.form.predictors, loc, precision, coefficients, curvature)
     if block.layout is not None:
         return GaussianBelief(*tensors)
     return FamilyBelief(block.family, tensors)
@@ -41,7 +57,7 @@ def as_belief(block: Block, tensors: tuple[Tensor, ...]) -> Belief:
 
 def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
     """q(z) of one site, in the model's space and with the site's batch and event shape."""
-    if isinstance(belief, GaussianBelief):
+    if isinstance(belief, GaussianBelief | StructuredBelief):
         law = _gaussian(latent, block, belief)
         return law if latent.transform is None else Transformed(law, [latent.transform])
     assert isinstance(belief, FamilyBelief)
@@ -89,9 +105,11 @@ def _scalar(transform: Any) -> Any:
     return transform if transform.domain.event_dim == transform.codomain.event_dim == 0 else None
 
 
-def _gaussian(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
+def _gaussian(latent: Latent, block: Block, belief: GaussianBelief | StructuredBelief) -> Any:
     layout = block.layout
     assert layout is not None
+    if isinstance(belief, StructuredBelief):
+        return _structured(latent, layout.flat(latent.name), belief)
     element, position = layout.element[latent.name], layout.position[latent.name]
     loc = belief.loc[element, position].reshape(latent.shape)
     event = latent.shape[-1] if latent.event_dim == 1 else 1
@@ -105,10 +123,65 @@ def _gaussian(latent: Latent, block: Block, belief: GaussianBelief) -> Any:
     return d.to_event(latent.event_dim) if latent.event_dim else d
 
 
-def joint(block: Block, belief: GaussianBelief, sites: Sequence[str]) -> Any:
+def _structured(latent: Latent, index: Tensor, belief: StructuredBelief) -> Any:
+    """Of a large block: a vector with its covariance, unless that is too large itself."""
+    means, variances = belief.marginals()
+    loc = means[index].reshape(latent.shape)
+    if latent.event_dim == 1 and 1 < latent.shape[-1] <= _JOINT:
+        rows = index.reshape(-1, latent.shape[-1])
+        if len(rows) * latent.shape[-1] <= _JOINT:
+            trils = torch.stack([_cholesky(belief.covariance(r)) for r in rows])
+            return dist.MultivariateNormal(loc, scale_tril=trils.reshape(*latent.shape, -1))
+    d = dist.Normal(loc, variances[index].clamp(min=0).sqrt().reshape(latent.shape))
+    return d.to_event(latent.event_dim) if latent.event_dim else d
+
+
+class StructuredLaw(dist.TorchDistribution):
+    """All scalars of a large Gaussian block, event shape (1, D)."""
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 (torch's attribute)
+    support = constraints.independent(constraints.real, 2)
+    has_rsample = False
+
+    def __init__(self, belief: StructuredBelief, batch_shape: Any = ()) -> None:
+        self.belief = belief
+        self._mean = belief.marginals()[0]
+        event = torch.Size((1, len(self._mean)))
+        super().__init__(torch.Size(batch_shape), event, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> StructuredLaw:
+        return StructuredLaw(self.belief, batch_shape)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        lead = (*sample_shape, *self.batch_shape)
+        draws = [self.belief.draw() for _ in range(math.prod(lead))]
+        return torch.stack(draws).reshape(*lead, 1, -1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """-1/2 (z - m)^T S (z - m) + 1/2 log det S - D/2 log 2 pi."""
+        change = value.squeeze(-2) - self._mean
+        squares = self.belief.quadratic(change)
+        constant = len(self._mean) * math.log(2 * math.pi)
+        return 0.5 * (self.belief.log_det() - squares - constant)
+
+
+def _cholesky(cov: Tensor) -> Tensor:
+    """A lower triangular T with T T^T = V, for a V that may be singular to rounding."""
+    found = torch.linalg.cholesky_ex(cov)
+    if not bool(found.info):
+        return found.L
+    values, vectors = torch.linalg.eigh(cov)
+    tiny = torch.finfo(cov.dtype).eps * values[-1].clamp(min=torch.finfo(cov.dtype).tiny)
+    return _triangular(vectors * values.clamp(min=float(tiny)).sqrt())
+
+
+def joint(block: Block, belief: GaussianBelief | StructuredBelief, sites: Sequence[str]) -> Any:
     """The Gaussian of several sites of one block (their unconstrained values), concatenated."""
     assert block.layout is not None
     index = torch.cat([block.layout.flat(s) for s in sites])
+    if isinstance(belief, StructuredBelief):
+        cov = belief.covariance(index)
+        return dist.MultivariateNormal(belief.marginals()[0][index], scale_tril=_cholesky(cov))
     tril = _triangular(torch.block_diag(*belief.scale_tril)[index])
     return dist.MultivariateNormal(belief.loc.reshape(-1)[index], scale_tril=tril)
 
@@ -120,17 +193,31 @@ def median(latent: Latent, block: Block, belief: Belief) -> Tensor:
         return latent.support[_probabilities(latent, block, belief).argmax(-1)]
     if isinstance(belief, FamilyBelief) and belief.family is WISHART:
         return belief.mean[0]
-    return quantile(latent, block, belief, 0.5)
+    return quantile(latent, block, belief, 0.5, center=True)
 
 
-def quantile(latent: Latent, block: Block, belief: Belief, q: float) -> Tensor:
-    """The marginal q-quantile; of a discrete site, in the order of its support."""
-    if isinstance(belief, GaussianBelief):
+def quantile(
+    latent: Latent, block: Block, belief: Belief, q: float, *, center: bool = False
+) -> Tensor:
+    """The marginal q-quantile; of a discrete site, in the order of its support.
+
+    As the `center` of a site that is transformed as a whole it is the transform of the quantile.
+    """
+    if isinstance(belief, GaussianBelief | StructuredBelief):
         assert block.layout is not None
+        if latent.transform is not None and _scalar(latent.transform) is None and not center:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                draws = marginal(latent, block, belief).sample((_DRAWS,)).sort(0).values
+            return draws[min(int(q * _DRAWS), _DRAWS - 1)]
         q = 1 - q if _falls(latent.transform) else q
-        at = (block.layout.element[latent.name], block.layout.position[latent.name])
-        scale = belief.scale_tril[at].square().sum(-1).sqrt()
-        value = belief.loc[at] + scale * torch.special.ndtri(scale.new_tensor(q))
+        if isinstance(belief, StructuredBelief):
+            means, variances = (x[block.layout.flat(latent.name)] for x in belief.marginals())
+            loc, scale = means, variances.clamp(min=0).sqrt()
+        else:
+            at = (block.layout.element[latent.name], block.layout.position[latent.name])
+            loc, scale = belief.loc[at], belief.scale_tril[at].square().sum(-1).sqrt()
+        value = loc + scale * torch.special.ndtri(scale.new_tensor(q))
         return latent.constrained(value.reshape(latent.shape))
     if latent.enum_dim is not None:
         assert latent.support is not None

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_cvi.acceleration import Anderson
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
 from pyro_cvi.errors import CVIError, message
@@ -33,11 +35,15 @@ from pyro_cvi.graph.sampling import Estimate, Sampler
 from pyro_cvi.graph.stored import Batches, SiteMessages
 from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.start import start
+from pyro_cvi.structured import StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
 
 __all__ = ["Sweeper"]
 
 _HALVINGS = 40
+_STEEP = 0.6
+"""A full step that rises by this share of what a linear bound would is tried at twice its length."""
+_LONGEST = 64.0
 _NARROWINGS = 8
 _SHAKE = 0.1
 """Standard deviation of the noise in the logits of an annealed fit, ..."""
@@ -45,6 +51,10 @@ _SHAKEN = 4
 """... which is added in one of so many steps."""
 _ROUNDING = 1e4
 """How many units of rounding of its parts the bound may lose in an exact step."""
+_TERMS = 16
+"""The same in units of rounding of the terms that its parts are sums of."""
+_NOTICED = 1e-3
+"""Relative shortfall of a step below which rounding may be the cause."""
 _SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
 _MOST_ROUNDS = 20
 """Rounds over the local blocks of a minibatch, where there is more than one."""
@@ -85,6 +95,8 @@ class Sweeper:
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.time = 0
         self.temperature = 1.0
+        self.accelerated = False
+        self.is_mixture = False
         self.seeded = True
         self.located: Collection[str] = ()
         self.is_stream = False
@@ -98,8 +110,21 @@ class Sweeper:
         self.averaging = Averaging()
         self._memory: SiteMessages | None = None
         self._batches: dict[str, Batches] = {}
-        self._seen: dict[str, Tensor] = {}
         self._lost: dict[str, int] = {}
+        self._anderson = Anderson()
+        self._targets: dict[str, Belief] = {}
+        self._observed: Estimate | None = None
+        self._stationary = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings, step sizes, controls and averages; what only saves work is left out."""
+        passing: dict[str, Any] = {
+            "_ahead": None,
+            "_observed": None,
+            "_targets": {},
+            "_anderson": Anderson(),
+        }
+        return {**self.__dict__, **passing}
 
     def fresh(self) -> Sweeper:
         """Another one with the same settings and other draws, and with nothing remembered."""
@@ -137,16 +162,26 @@ class Sweeper:
     # --- a sweep -----------------------------------------------------------------------------------
 
     def sweep(
-        self, evaluator: Evaluator, prepared: Prepared, sampler: Callable[[], Sampler], fitted: bool
+        self,
+        evaluator: Evaluator,
+        prepared: Prepared,
+        sampler: Callable[[], Sampler],
+        *,
+        fitted: bool,
+        unseen: bool,
     ) -> None:
-        """Move every block once; `fitted` says that the posterior comes from an earlier fit."""
-        plan = prepared.plan
+        """Move every block once.
+
+        `fitted` says that the posterior comes from an earlier fit, `unseen` that the present minibatch
+        holds elements that none before it held.
+        """
+        plan, before = prepared.plan, dict(evaluator.beliefs)
         self.sampled_value = 0.0
         evaluator.temperature = self.temperature
         noisy = plan.noisy()
         if self.time == 0 and not fitted and not noisy and self.seeded:
             start(evaluator, self.deterministic, self.located)
-        fresh = bool(noisy) and self.meets_new(prepared)
+        fresh = bool(noisy) and unseen
         if self.time == 0 and not fitted and noisy:
             fresh = False
             climb(evaluator, sampler(), [b for b in plan.blocks if self._may_climb(b, noisy)])
@@ -160,17 +195,25 @@ class Sweeper:
                     self.deterministic(evaluator, block)
         if noisy:
             self._sampled(evaluator, sampler(), noisy, fresh)
+        elif self.accelerated and not plan.stochastic and not plan.learns and self.temperature == 1:
+            self._accelerate(evaluator, before)
 
-    def meets_new(self, prepared: Prepared, *, note: bool = True) -> bool:
-        """Whether this run holds elements that none before it held; takes note of them."""
-        found = False
-        for name, part in prepared.parts.items():
-            seen = self._seen.setdefault(name, torch.zeros(part.full, dtype=torch.bool))
-            window = prepared.window[name].cpu()
-            found = found or not bool(seen[window].all())
-            if note:
-                seen[window] = True
-        return found
+    def _accelerate(self, evaluator: Evaluator, before: dict[str, Belief]) -> None:
+        """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
+        self.is_mixture = False
+        plain, known = dict(evaluator.beliefs), evaluator.elbo()
+        mixed = self._anderson.propose(before, {**plain, **self._targets}, known)
+        if mixed is None:
+            return
+        changed = [n for n, b in mixed.items() if b is not plain[n]]
+        kept = {n: evaluator.kept(n) for n in changed}
+        for name in changed:
+            evaluator.set(name, mixed[name])
+        self.is_mixture = taken = evaluator.elbo() > known
+        self._anderson.judged(taken)
+        if not taken:
+            for name in changed:
+                evaluator.restore(name, kept[name])
 
     def _may_climb(self, block: Block, noisy: frozenset[str]) -> bool:
         return block.name in noisy and bool(block.size) and not set(block.sites) & set(self.located)
@@ -307,6 +350,8 @@ class Sweeper:
         size = float(parts.abs().sum()) + 1
         if before - after <= _ROUNDING * torch.finfo(old.tensors[0].dtype).eps * size:
             return
+        if before - after <= _TERMS * evaluator.rounding(block):
+            return
         values, factors = parts[1:].tolist(), evaluator.factors(block)
         faulty = factors[0].name
         worst = -math.inf
@@ -328,25 +373,60 @@ class Sweeper:
     def _searched(self, evaluator: Evaluator, block: Block) -> None:
         """Mirror step with the acceptance test: rise of the ELBO >= KL(q || q') / rho."""
         name = block.name
-        old, leaves = evaluator.beliefs[name], evaluator.leaves[name]
-        version = evaluator.version(name)
+        old = evaluator.beliefs[name]
+        kept = evaluator.kept(name)
         before = evaluator.local(block)
         gradient = evaluator.message(block)
-        cache = evaluator.forget(evaluator.plan.factors_of(name))
         slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
+        weight, enlarged = evaluator.weight_of(block), False
         rho = self._rho.get(name, 1.0)
+        target = old.moved(gradient, 1.0)
+        self._targets[name] = target[0]
         for _ in range(_HALVINGS):
-            belief, step = old.moved(gradient, rho)
+            belief, step = target if rho == 1 else old.moved(gradient, rho)
             if belief.is_finite():
                 evaluator.set(name, belief)
                 rise = float(evaluator.local(block) - before)
-                if rise >= evaluator.weight_of(block) * float(old.kl(belief)) / rho - slack:
+                needed = weight * float(old.kl(belief))
+                short = needed / rho - slack - rise
+                if 0 < short <= _NOTICED * float(before.abs() + 1) and not enlarged:
+                    evaluator.restore(name, kept)
+                    slack, enlarged = max(slack, evaluator.rounding(block)), True
+                    evaluator.set(name, belief)
+                if rise >= needed / rho - slack:
                     self._count(name, step)
                     self._rho[name] = min(1.0, 2 * rho)
+                    if (
+                        self.accelerated
+                        and rho == 1
+                        and rise > _STEEP * (needed + weight * float(belief.kl(old)))
+                    ):
+                        self._extend(evaluator, block, old, gradient, rise)
                     return
-                evaluator.restore(name, old, leaves, version, cache)
+                evaluator.restore(name, kept)
             rho /= 2
         self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
+
+    def _extend(
+        self, evaluator: Evaluator, block: Block, old: Belief, gradient: Gradient, rise: float
+    ) -> None:
+        """Go on in the direction of a full step for as long as the bound rises.
+
+        A full step rises by the two KLs between its ends if the bound is linear along it, and by half of
+        that at the optimum of a parabola; in between it was short.
+        """
+        rho = 2.0
+        while rho <= _LONGEST:
+            kept = evaluator.kept(block.name)
+            here = evaluator.local(block)
+            belief, step = old.moved(gradient, rho)
+            if step.improper or not belief.is_finite():
+                return
+            evaluator.set(block.name, belief)
+            if not float(evaluator.local(block) - here) > 0:
+                evaluator.restore(block.name, kept)
+                return
+            rho *= 2
 
     def noisy(
         self, evaluator: Evaluator, block: Block, sampled: Gradient | None, rho: float
@@ -436,7 +516,10 @@ class Sweeper:
         stationary = False
         if not plan.stochastic and not plan.learns and self.temperature == 1:
             cloud.scalars = sum(b.size for b in blocks)
-            stationary = cloud.observe(*_distance(old, start), rho)
+            if before is not self._observed:  # after an undone step it is the same estimate again
+                self._stationary = cloud.observe(*_distance(old, start), rho)
+            self._observed = before
+            stationary = self._stationary
         controls, exact = dict(self.control), evaluator.elbo()
         for block in blocks:
             self.noisy(evaluator, block, before.messages.get(block.name), rho)
@@ -488,12 +571,12 @@ class Sweeper:
             climb(evaluator, sampler, local, rounds=1, steps=_LOCAL_CLIMB)
         for i in range(rounds if local else 0):
             estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed(), only=names)
-            moved = 0.0
+            moved, rho = 0.0, 1 / (2 + 0.5 * i)
             for b in local:
                 old = evaluator.beliefs[b.name]
-                self.noisy(evaluator, b, estimate.messages[b.name], 1 / (2 + 0.5 * i))
+                self.noisy(evaluator, b, estimate.messages[b.name], rho)
                 moved = max(moved, float(old.kl(evaluator.beliefs[b.name])) / b.size)
-            if moved < settled:
+            if moved < settled * rho**2:  # a step of size rho goes rho of the way that is left
                 break
         for name in names:  # other elements the next time
             self.control.pop(name, None)
@@ -562,6 +645,8 @@ class Sweeper:
             for name, b in kept.items():
                 if isinstance(b, GaussianBelief):
                     evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))
+                elif isinstance(b, StructuredBelief):
+                    evaluator.set(name, b.narrowed(100))
                 elif not finite and isinstance(b, FamilyBelief) and name in inexact:
                     narrow = concentrated(b.family, b.natural, 10.0)
                     if narrow is not None:

@@ -89,6 +89,14 @@ class AbstractBelief(ABC):
         return self
 
     @abstractmethod
+    def like(self, tensors: Sequence[Tensor]) -> AbstractBelief | None:
+        """A belief of this kind from other tensors; None if they are not proper."""
+
+    @abstractmethod
+    def standardised(self, x: AbstractBelief, y: AbstractBelief) -> tuple[Tensor, ...]:
+        """y - x in coordinates in which this belief's Fisher metric is roughly the identity."""
+
+    @abstractmethod
     def is_finite(self) -> bool:
         """Whether the stored tensors are all finite."""
 
@@ -165,6 +173,42 @@ class GaussianBelief(AbstractBelief):
         moved = GaussianBelief(loc, precision)
         moved.__dict__["factor"] = factor
         return moved, step
+
+    def like(self, tensors: Sequence[Tensor]) -> GaussianBelief | None:
+        loc, precision = tensors
+        found = torch.linalg.cholesky_ex(precision)
+        if bool(found.info.any()) or not bool(found.L.isfinite().all()):
+            return None
+        new = GaussianBelief(loc, precision)
+        new.__dict__["factor"] = found.L
+        return new
+
+    def standardised(self, x: AbstractBelief, y: AbstractBelief) -> tuple[Tensor, ...]:
+        """(L^T dm, L^-1 dP L^-T / sqrt 2), with P = L L^T."""
+        assert isinstance(x, GaussianBelief) and isinstance(y, GaussianBelief)
+        change = whiten(self.factor, y.precision - x.precision)
+        return matvec(self.factor.mT, y.loc - x.loc), change / math.sqrt(2)
+
+    def trusted(self, old: AbstractBelief, factor: float) -> GaussianBelief:
+        """No direction's precision changes by more than the factor.
+
+        And no mean by more than that many standard deviations, as a root mean square over scalars.
+        """
+        assert isinstance(old, GaussianBelief)
+        d = self.loc.shape[-1]
+        change = self.loc - old.loc
+        length = matvec(old.factor.mT, change).square().sum(-1, keepdim=True).sqrt() / math.sqrt(d)
+        change = change * (factor / length.clamp(min=factor))
+        ratio, basis = torch.linalg.eigh(whiten(old.factor, self.precision))
+        held = ratio.clamp(1 / factor, factor)
+        if torch.equal(held, ratio):
+            return (
+                self
+                if bool((length <= factor).all())
+                else GaussianBelief(old.loc + change, self.precision)
+            )
+        lifted = old.factor @ basis
+        return GaussianBelief(old.loc + change, (lifted * held[..., None, :]) @ lifted.mT)
 
     def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         curvature = symmetrise(or_zeros(gradient[1], self.precision))
@@ -262,6 +306,22 @@ class FamilyBelief(AbstractBelief):
         shortened = int((~proper & ~tiny & (limit < rho)).sum())
         return FamilyBelief(family, tuple(natural)), Step(
             int((~proper).sum()), shortened, int(tiny.sum())
+        )
+
+    def like(self, tensors: Sequence[Tensor]) -> FamilyBelief | None:
+        natural = tuple(tensors)
+        return (
+            FamilyBelief(self.family, natural)
+            if bool(self.family.is_proper(natural).all())
+            else None
+        )
+
+    def standardised(self, x: AbstractBelief, y: AbstractBelief) -> tuple[Tensor, ...]:
+        """d natural, relative to its size: Fisher matrices of these families scale like natural^-2."""
+        assert isinstance(x, FamilyBelief) and isinstance(y, FamilyBelief)
+        return tuple(
+            (b - a) / n.abs().clamp(min=1.0)
+            for a, b, n in zip(x.natural, y.natural, self.natural, strict=True)
         )
 
     def trusted(self, old: AbstractBelief, factor: float) -> AbstractBelief:

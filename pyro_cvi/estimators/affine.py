@@ -46,6 +46,7 @@ __all__ = [
     "TermMean",
     "compile_affine",
     "covariance",
+    "design_of",
     "flatten",
     "read_loc",
 ]
@@ -267,7 +268,7 @@ class Affine:
                 self.terms.append(t)
         for block, terms in by_block.items():
             mixed = any(block in _blocks(t, structure) for t in self.terms)
-            design = None if mixed else _design(terms, structure, block)
+            design = None if mixed else design_of(terms, structure, block)
             if design is None:
                 self.terms += terms
             else:
@@ -419,8 +420,8 @@ class TermMean:
         return self.coefficient * contract(pieces, ndim)
 
 
-def _design(terms: list[Term], structure: Structure, block: str) -> Design | Selection | None:
-    """The terms of one dense block as one matrix, or None where that matrix would be too large."""
+def design_of(terms: list[Term], structure: Structure, block: str) -> Design | Selection | None:
+    """Terms of one statistic each of one dense block as one matrix; None where it would be too large."""
     layout = structure.layout[block]
     if len(terms) == 1:
         ready = _selection(terms[0], layout, block) or _ready_design(terms[0], layout, block)

@@ -63,11 +63,16 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The posterior's shape: each site's family and block, and the layout of each Gaussian block."""
+    """The posterior's shape: each site's family and block, and the layout of each Gaussian block.
+
+    A block that is seen through views has several parts, each a block here with its own layout; `owner`
+    has the whole block of each part.
+    """
 
     family: dict[str, AbstractFamily]
     block: dict[str, str]
     layout: dict[str, Layout]
+    owner: dict[str, str] = field(default_factory=dict)
     pools: dict[str, Pool] = field(default_factory=dict)
 
     def fresh(self) -> Structure:
@@ -77,6 +82,11 @@ class Structure:
     def pool(self, block: str) -> Pool:
         """The pool of a dense block."""
         return self.pools.setdefault(block, Pool(block, self.layout[block].width))
+
+    def block_of(self, site: str) -> str:
+        """The block that a site, or a view, belongs to as a whole."""
+        part = self.block[site]
+        return self.owner.get(part, part)
 
     def is_gaussian(self, site: str) -> bool:
         return self.block[site] in self.layout

@@ -33,10 +33,13 @@ class Layout:
     position: dict[str, Tensor]
     count: int
     width: int
+    kind: str = ""
 
     @property
     def structure(self) -> str:
-        """Dense, diagonal or plated."""
+        """Dense, diagonal or plated; or the `kind` of a block that is seen through views."""
+        if self.kind:
+            return self.kind
         if self.count <= 1:
             return "dense"
         return "diagonal" if self.width == 1 else "plated"

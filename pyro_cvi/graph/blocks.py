@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,12 +30,17 @@ from pyro_cvi.algebra.expression import (
 )
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
+from pyro_cvi.graph.chain import Chain, chain_of
+from pyro_cvi.graph.process import Process, process_of
 from pyro_cvi.graph.symbolic import Factor, Latent
+from pyro_cvi.graph.views import Viewed
 from pyro_cvi.graph.windows import GaussianPlacement, Part, gaussian_placement
 
-__all__ = ["GaussianBlock", "gaussian_blocks", "multiplied_sites"]
+__all__ = ["Form", "GaussianBlock", "block_label", "gaussian_blocks", "multiplied_sites"]
 
 Coupling = list[Stat]
+Form = Process | Chain
+"""The forms of a block that its factors see through views."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +51,8 @@ class GaussianBlock:
     layout: Layout
     reason: str
     placement: GaussianPlacement | None = None
+    form: Form | None = None
+    viewed: Viewed | None = None
 
 
 def gaussian_blocks(
@@ -53,8 +60,12 @@ def gaussian_blocks(
     factors: Sequence[Factor],
     max_dense_dim: int,
     parts: Mapping[str, tuple[Part, ...]],
+    plain: frozenset[str] = frozenset(),
 ) -> list[GaussianBlock]:
-    """Group the Gaussian sites into blocks; sites in different subsampled plates stay apart."""
+    """Group the Gaussian sites into blocks; sites in different subsampled plates stay apart.
+
+    Blocks with a site of `plain` have no structure that needs views.
+    """
     gaussian = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
     refs = {n: latent.ref for n, latent in gaussian.items()}
     sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
@@ -73,7 +84,13 @@ def gaussian_blocks(
         if parts.get(group[0]):
             blocks.append(_local(group, gaussian, near, opaque, max_dense_dim, parts[group[0]]))
             continue
-        blocks += _layouts(group, gaussian, near, opaque, max_dense_dim)
+        viewed = None
+        if not any(parts.values()) and not plain & set(group):
+            viewed = _viewed(group, latents, factors)
+        if viewed is not None:
+            blocks.append(viewed)
+        else:
+            blocks += _layouts(group, gaussian, near, opaque, max_dense_dim)
     return blocks
 
 
@@ -218,6 +235,36 @@ def _local(
     )
     layout = placement.layout({p.name: p.size for p in parts})
     return GaussianBlock(tuple(sites), layout, reason, placement)
+
+
+def _viewed(
+    sites: list[str], latents: Mapping[str, Latent], factors: Sequence[Factor]
+) -> GaussianBlock | None:
+    """The block in a form that its factors see through views, where there is a better one for it."""
+    name = block_label(sites, latents)
+    found = process_of(name, sites, latents, factors) or chain_of(name, sites, latents, factors)
+    if found is None:
+        return None
+    form, viewed = found
+    shapes = {n: latents[n].shape for n in sites}
+    layout = Layout.dense(shapes, latents[sites[0]].value.device)
+    return GaussianBlock(
+        tuple(sites),
+        replace(layout, kind=form.kind),
+        form.reason,
+        form=form,
+        viewed=viewed,
+    )
+
+
+def block_label(sites: Sequence[str], latents: Mapping[str, Latent]) -> str:
+    """A block's name: that of its site, or of the first few, and never that of another site."""
+    if len(sites) == 1:
+        return sites[0]
+    name = "+".join(sites[:3]) + ("+..." if len(sites) > 3 else "")
+    while name in latents:
+        name += "+"
+    return name
 
 
 def _layouts(

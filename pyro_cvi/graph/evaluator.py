@@ -8,8 +8,10 @@ messages to all of its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +19,10 @@ from torch import Tensor
 from pyro_cvi.estimators import Moments
 from pyro_cvi.estimators.statistics import Summed
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
+from pyro_cvi.graph.process import Process
 from pyro_cvi.linalg import broadcast_shapes, matvec
-from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+from pyro_cvi.structured import ProcessBelief
+from pyro_cvi.updates import Belief, FamilyBelief
 
 __all__ = ["Evaluator", "moments_of"]
 
@@ -30,11 +34,15 @@ def moments_of(plan: Plan, leaves: Leaves, beliefs: Mapping[str, Belief]) -> tup
 
     The leaves are those of `beliefs`, or near them.
     """
-    gaussian, other, natural = {}, {}, {}
+    gaussian: dict[str, tuple[Tensor, Tensor]] = {}
+    other, natural = {}, {}
     probabilities: Leaves = {}
     for block in plan.blocks:
         values = leaves[block.name]
-        if block.layout is not None:
+        if block.form is not None:
+            pairs = zip(values[::2], values[1::2], strict=True)
+            gaussian |= dict(zip(block.form.parts, pairs, strict=True))
+        elif block.layout is not None:
             gaussian[block.name] = (values[0], values[1])
         elif block.is_discrete:
             probabilities[block.name] = values
@@ -44,6 +52,15 @@ def moments_of(plan: Plan, leaves: Leaves, beliefs: Mapping[str, Belief]) -> tup
             assert isinstance(belief, FamilyBelief)
             natural[block.sites[0]] = belief.natural
     return Moments(gaussian, other, natural), probabilities
+
+
+class Kept(NamedTuple):
+    """What `Evaluator.restore` needs."""
+
+    belief: Belief
+    leaves: tuple[Tensor, ...]
+    version: int
+    cache: dict[str, tuple[tuple[int, ...], Tensor]]
 
 
 class Evaluator:
@@ -151,21 +168,18 @@ class Evaluator:
                     result[w.leaf] = found if old is None else old + found
         return result
 
-    def forget(
-        self, factors: Sequence[CompiledFactor]
-    ) -> dict[str, tuple[tuple[int, ...], Tensor]]:
-        """The cached entries of some factors, so that a trial can be undone at no cost."""
-        return {f.name: self._cache[f.name] for f in factors if f.name in self._cache}
+    def kept(self, block: str) -> Kept:
+        """A block's belief and the cached values of its factors: `set` can be undone at no cost."""
+        names = [f.name for f in self.plan.factors_of(block) if f.name in self._cache]
+        cache = {n: self._cache[n] for n in names}
+        return Kept(self.beliefs[block], self.leaves[block], self._version[block], cache)
 
-    def restore(
-        self, block: str, belief: Belief, leaves: tuple[Tensor, ...], version: int,
-        cache: dict[str, tuple[tuple[int, ...], Tensor]],
-    ) -> None:  # fmt: skip
+    def restore(self, block: str, kept: Kept) -> None:
         """Undo `set`."""
-        self.beliefs[block], self.leaves[block] = belief, leaves
-        self._version[block] = version
+        self.beliefs[block], self.leaves[block] = kept.belief, kept.leaves
+        self._version[block] = kept.version
         self._moments = self._plain = None
-        self._cache.update(cache)
+        self._cache.update(kept.cache)
 
     def local(self, block: Block) -> Tensor:
         """The part of the ELBO that changes with one block."""
@@ -206,6 +220,19 @@ class Evaluator:
             return list(found)
         return [None if g is None else g / weight for g in found]
 
+    def rounding(self, block: Block) -> float:
+        """One unit of rounding of all terms of the block's factors, which may cancel each other."""
+        moments = self._now()[0]
+        total = 0.0
+        for f in self._factors[block.name]:
+            with torch.no_grad():
+                size = f.expectation.magnitude(moments)
+                weight = f.weight_with(f.weightings, self.leaves)
+                value = size * weight
+                shape = broadcast_shapes(f.expectation.shape, value.shape)
+                total += float(value.abs().sum()) * math.prod(shape) / max(value.numel(), 1)
+        return total * torch.finfo(self.beliefs[block.name].tensors[0].dtype).eps
+
     def cells(self, f: CompiledFactor) -> Tensor:
         """weight * E_q[log p] cell by cell, weighted by the probabilities of the discrete sites."""
         table = f.expectation(self._now()[0]).detach()
@@ -228,10 +255,10 @@ class Evaluator:
             for g, x, s in zip(found, leaves, start, strict=True)
         ]
         change = sum(float((g * (x - s)).sum()) for g, x, s in parts)
-        if isinstance(origin, GaussianBelief):  # E z z^T = V + m m^T is what a message is affine in
-            (_, m, before), (g, *_) = parts
-            step = m - before
-            change -= float((step * matvec(g, step)).sum())
+        if block.layout is not None:  # E z z^T = V + m m^T is what a message is affine in
+            for (_, m, before), (g, *_) in zip(parts[::2], parts[1::2], strict=True):
+                step = m - before
+                change -= float((step * matvec(g, step)).sum())
         return change
 
     def weight_of(self, block: Block) -> float:
@@ -240,6 +267,22 @@ class Evaluator:
 
     def version(self, block: str) -> int:
         return self._version[block]
+
+    def with_learnt_priors(self) -> Tensor:
+        """Let processes follow the parameters of their priors, with their pseudo-observations held.
+
+        Returns the part of the bound that their own form stands for, with its graph.
+        """
+        total = torch.zeros(())
+        for block in self.plan.blocks:
+            if isinstance(block.form, Process) and block.form.learnt is not None:
+                belief = self.beliefs[block.name]
+                assert isinstance(belief, ProcessBelief)
+                with torch.enable_grad():
+                    moved = belief.with_prior(*block.form.learnt)
+                    self._renew(block.name, tuple(x for pair in moved.views() for x in pair))
+                    total = moved.entropy() + total
+        return total
 
     def expectations(self) -> Tensor:
         """sum over the factors that are not sampled of E_q[log p], with its graph."""

@@ -20,8 +20,13 @@ from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA, WISHART
+from pyro_cvi.gaussians.chain import Blocks, Pattern
+from pyro_cvi.gaussians.process import Predictors
+from pyro_cvi.graph.chain import Chain
 from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.process import Process
 from pyro_cvi.graph.symbolic import Latent
+from pyro_cvi.structured import ChainBelief, ProcessBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["apart", "around", "initial_belief", "initial_beliefs", "located_points"]
@@ -98,7 +103,7 @@ def _chain(
     return FamilyBelief(block.family, (states, pairs))
 
 
-def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> GaussianBelief:
+def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief:
     layout = block.layout
     assert layout is not None
     like = plan.latents[block.sites[0]].value
@@ -118,7 +123,36 @@ def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Gaussi
         loc[where] = start.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
         flat = spread.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
         variance[where] = flat.clamp(max=_SPREAD**2)
+    if isinstance(block.form, Process):
+        return _process(block.form.predictors, loc[0], variance[0])
+    if isinstance(block.form, Chain):
+        return _chain_of_nodes(block.form.pattern, loc[0], variance[0])
     return GaussianBelief(loc, torch.diag_embed(1 / variance))
+
+
+def _chain_of_nodes(p: Pattern, loc: Tensor, variance: Tensor) -> ChainBelief:
+    """Independent scalars."""
+    nodes, border = p.split(loc)
+    precision, own = p.split(1 / variance)
+    node = torch.diag_embed(precision + p.filled.to(precision))
+    step = node.new_zeros(p.count, p.steps - 1, p.node, p.node)
+    edge = node.new_zeros(p.count, p.steps, p.node, p.border)
+    return ChainBelief(p, nodes, border, Blocks(node, step, edge, torch.diag_embed(own)))
+
+
+def _process(spec: Predictors, loc: Tensor, variance: Tensor) -> ProcessBelief:
+    """Open scalars near their prior means and predictors with standard deviations of at most 0.1.
+
+    Where the prior is kept as a covariance, the start is that prior: from a narrow one, a Gaussian
+    process with a large variance takes half as many steps again.
+    """
+    pseudo = 0.0 if len(spec.closed) else _SPREAD**-2
+    curvature = [
+        pseudo * torch.eye(w, dtype=loc.dtype, device=loc.device).expand(c, w, w)
+        for c, w in zip(spec.counts, spec.widths, strict=True)
+    ]
+    open_loc, precision = loc[spec.open], 1 / variance[spec.open]
+    return ProcessBelief(spec, open_loc, precision, loc.new_zeros(spec.rows), curvature)
 
 
 def _moment(prior: Any, name: str, default: Tensor) -> Tensor:

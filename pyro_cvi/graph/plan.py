@@ -18,10 +18,13 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
 from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN, AbstractFamily
 from pyro_cvi.gaussians import Layout
-from pyro_cvi.graph.blocks import gaussian_blocks, multiplied_sites
+from pyro_cvi.graph.blocks import Form, block_label, gaussian_blocks, multiplied_sites
+from pyro_cvi.graph.chain import Chain, chain_of
 from pyro_cvi.graph.discrete import chains
+from pyro_cvi.graph.process import process_of
 from pyro_cvi.graph.stacking import alike, roles, stack, with_blocks_as_sites
 from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
+from pyro_cvi.graph.views import Viewed
 from pyro_cvi.graph.windows import (
     FamilyPlacement,
     GaussianPlacement,
@@ -31,14 +34,15 @@ from pyro_cvi.graph.windows import (
 )
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_plan", "make_structure"]
+__all__ = ["Block", "CompiledFactor", "Plan", "compile_factors", "make_blocks", "make_plan"]
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """Sites updated together under one family; `layout` for Gaussian blocks only.
 
-    A discrete block of several sites is a chain, in their order.
+    A discrete block of several sites is a chain, in their order. With a `form` the factors see the
+    block through views.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Block:
     reason: str
     size: int
     placement: Placement | None = None
+    form: Form | None = None
 
     @property
     def scale(self) -> float:
@@ -253,7 +258,7 @@ class Plan:
         return self._by_block[block]
 
     def block_of(self, site: str) -> Block:
-        return self._block_by_name[self.structure.block[site]]
+        return self._block_by_name[self.structure.block_of(site)]
 
     @cached_property
     def _block_by_name(self) -> dict[str, Block]:
@@ -265,9 +270,9 @@ class Plan:
 
     @cached_property
     def _inexact(self) -> frozenset[str]:
-        owner = self.structure.block
+        owner = self.structure.block_of
         return frozenset(
-            owner[s] for f in self.factors for s, h in f.how.items() if h.kind != "exact"
+            owner(s) for f in self.factors for s, h in f.how.items() if h.kind != "exact"
         )
 
     def noisy(self) -> frozenset[str]:
@@ -298,12 +303,15 @@ class Plan:
         )
 
 
-def make_structure(
-    symbolic: Symbolic, max_dense_dim: int, parts: Mapping[str, tuple[Part, ...]]
-) -> tuple[tuple[Block, ...], Structure]:
-    """Blocks and structure for the latents of a symbolic run."""
+def make_blocks(
+    symbolic: Symbolic,
+    max_dense_dim: int,
+    parts: Mapping[str, tuple[Part, ...]],
+    plain: frozenset[str],
+) -> tuple[tuple[Block, ...], list[Viewed]]:
+    """Blocks for the latents of a symbolic run, and how the factors see those that have views."""
     blocks: list[Block] = []
-    gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim, parts)
+    gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim, parts, plain)
     by_first = {g.sites[0]: g for g in gaussian}
     chain = {sites[0]: sites for sites in chains(symbolic.latents, symbolic.factors)}
     covered = {s for g in gaussian for s in g.sites} | {s for c in chain.values() for s in c}
@@ -313,13 +321,14 @@ def make_structure(
             size = g.layout.size
             blocks.append(
                 Block(
-                    _label(g.sites, symbolic.latents),
+                    block_label(g.sites, symbolic.latents),
                     g.sites,
                     GAUSSIAN,
                     g.layout,
                     g.reason,
                     size,
                     g.placement,
+                    g.form,
                 )
             )
         elif name in chain:
@@ -329,7 +338,13 @@ def make_structure(
             place = _placement(MARKOV_CHAIN, parts.get(name))
             blocks.append(
                 Block(
-                    _label(sites, symbolic.latents), sites, MARKOV_CHAIN, None, reason, size, place
+                    block_label(sites, symbolic.latents),
+                    sites,
+                    MARKOV_CHAIN,
+                    None,
+                    reason,
+                    size,
+                    place,
                 )
             )
         elif name not in covered:
@@ -340,7 +355,7 @@ def make_structure(
     # Discrete blocks last: their start breaks symmetry only when the continuous blocks look at them
     # first.
     blocks.sort(key=lambda b: b.is_discrete)
-    return tuple(blocks), _structure(symbolic.latents, blocks)
+    return tuple(blocks), [g.viewed for g in gaussian if g.viewed is not None]
 
 
 def _placement(
@@ -350,22 +365,59 @@ def _placement(
     return FamilyPlacement(parts, tuple(n + extra for n in family.event_dims)) if parts else None
 
 
-def _structure(latents: Mapping[str, Latent], blocks: Sequence[Block]) -> Structure:
-    return Structure(
-        {n: latent.family for n, latent in latents.items()},
-        {s: b.name for b in blocks for s in b.sites},
-        {b.name: b.layout for b in blocks if b.layout is not None},
-    )
+def _structure(
+    latents: Mapping[str, Latent], blocks: Sequence[Block], viewed: Sequence[Viewed] = ()
+) -> Structure:
+    """The structure of the posterior; of blocks with views, that of the parts they are seen in."""
+    family = {n: latent.family for n, latent in latents.items()}
+    block = {s: b.name for b in blocks for s in b.sites}
+    layout = {b.name: b.layout for b in blocks if b.layout is not None and b.form is None}
+    owner: dict[str, str] = {}
+    for b in blocks:
+        if b.form is not None:
+            owner |= dict.fromkeys(b.form.parts, b.name)
+    for v in viewed:
+        layout |= v.layouts
+        views = [n for n in v.layouts if n not in v.layouts[n].shapes or n not in latents]
+        family |= {n: GAUSSIAN for n in views}
+        block |= {n: n for n in views}
+    return Structure(family, block, layout, owner)
 
 
-def _label(sites: tuple[str, ...], latents: Mapping[str, Latent]) -> str:
-    """A block's name: that of its site, or of the first few, and never that of another site."""
-    if len(sites) == 1:
-        return sites[0]
-    name = "+".join(sites[:3]) + ("+..." if len(sites) > 3 else "")
-    while name in latents:
-        name += "+"
-    return name
+def _seen(symbolic: Symbolic, viewed: Sequence[Viewed]) -> Symbolic:
+    """The run with its factors rewritten where they see a block through views."""
+    factors = symbolic.factors
+    for v in viewed:
+        factors = [v.factors.get(f.name, f) for f in factors if f.name not in v.priors]
+    return replace(symbolic, factors=factors)
+
+
+def _viewed_again(block: Block, symbolic: Symbolic) -> tuple[Block, Viewed]:
+    """A block with views for another run of the model: with its data, or with its parameters."""
+    again = chain_of if isinstance(block.form, Chain) else process_of
+    found = again(block.name, block.sites, symbolic.latents, symbolic.factors, kept=True)
+    if found is None:
+        raise CVIError(
+            message(
+                f"block '{block.name}'",
+                "the model now reads it in a way that its structure does not serve",
+                "the model that the guide was made for",
+                "make a new AutoCVI for the changed model",
+            )
+        )
+    return replace(block, form=found[0]), found[1]
+
+
+def _kept_priors(blocks: Sequence[Block], viewed: Sequence[Viewed]) -> Iterator[CompiledFactor]:
+    """The priors that a block's own form stands for: nothing to evaluate, an entry for the report."""
+    how = How("exact", "Gaussian prior, kept as it is")
+    by_site = {s: b.name for b in blocks for s in b.sites}
+    for v in viewed:
+        for site in v.priors:
+            yield CompiledFactor(
+                site, Expectation((), 0.0), 1.0, (), frozenset({by_site[site]}), {site: how},
+                ((site, site, how),), False,
+            )  # fmt: skip
 
 
 def compile_factors(
@@ -405,12 +457,17 @@ def _compiled(
 ) -> CompiledFactor:
     edges = []
     how: dict[str, How] = {}
-    blocks = {structure.block[s] for s in expectation.how}
+    blocks = {structure.block_of(s) for s in expectation.how}
     for f in group:
         own = _how_by_site(f, expectation.how, structure)
+        unread = {s for t in f.expression.terms for s in t.sites} - set(expectation.how)
+        if len(group) == 1 and unread and f.expression.shape != (0,):
+            raise AssertionError(
+                f"factor '{f.name}' reads {sorted(unread)} and sends no message there"
+            )
         own = {s: own[s] for s in sorted(own, key=order.__getitem__)}
         own |= {s: How("sampled", why) for s, why in f.forced.items() if s in structure.block}
-        blocks |= {structure.block[s] for s in own}
+        blocks |= {structure.block_of(s) for s in own}
         discrete = {s: _how_discrete(by_site[s]) for s in f.enumerated}
         edges += [(f.name, s, h) for s, h in {**own, **discrete}.items()]
         blocks |= {structure.block[s] for s in discrete}
@@ -432,8 +489,13 @@ def _compiled(
 
 def _how_by_site(f: Factor, how: Mapping[str, How], structure: Structure) -> dict[str, How]:
     """How each of the factor's own sites was treated, be it read by its own name or by its block's."""
-    own = {s: how.get(s) or how.get(structure.block[s]) for s in f.expression.sites}
-    return {s: h for s, h in own.items() if h is not None}
+    own: dict[str, How] = {}
+    for s in f.expression.sites:
+        h = how.get(s) or how.get(structure.block[s])
+        for site in f.behind.get(s, (s,)):
+            if h is not None and (site not in own or h.rank > own[site].rank):
+                own[site] = h
+    return own
 
 
 def _how_discrete(block: Block) -> How:
@@ -474,21 +536,38 @@ def make_plan(
     parts: Mapping[str, tuple[Part, ...]] | None = None,
     stochastic: bool = False,
     learns: bool = False,
+    plain: frozenset[str] = frozenset(),
 ) -> Plan:
     """Compile a plan; the blocks of `previous` are kept (its posterior lives in them).
 
-    `parts` names the subsampled plates around each latent.
+    `parts` names the subsampled plates around each latent; blocks with sites of `plain` are dense,
+    plated or diagonal.
     """
-    parts = parts or {}
+    parts, unseen = parts or {}, symbolic
+    if stochastic:  # the predictors of a minibatch are others each time
+        plain = frozenset(symbolic.latents)
+    viewed: list[Viewed] = []
     if previous is None:
-        blocks, structure = make_structure(symbolic, max_dense_dim, parts)
+        blocks, viewed = make_blocks(symbolic, max_dense_dim, parts, plain)
     elif any(parts.values()):
         sizes = {p.name: p.size for ps in parts.values() for p in ps}
         blocks = tuple(b.sized(sizes) for b in previous.blocks)
-        structure = _structure(symbolic.latents, blocks)
     else:
-        blocks, structure = previous.blocks, previous.structure.fresh()
+        blocks = previous.blocks
+    if previous is not None and any(b.form for b in blocks):
+        again = [(b, None) if b.form is None else _viewed_again(b, symbolic) for b in blocks]
+        blocks, viewed = tuple(b for b, _ in again), [v for _, v in again if v is not None]
+    structure = _structure(symbolic.latents, blocks, viewed)
+    symbolic = _seen(symbolic, viewed)
     factors = compile_factors(symbolic, blocks, structure)
+    factors += _kept_priors(blocks, viewed)
+    sampled = frozenset().union(*(f.blocks for f in factors if f.sampled))
+    drawn = {s for b in blocks if b.form is not None and b.name in sampled for s in b.sites}
+    if drawn and previous is None:
+        return make_plan(
+            unseen, max_dense_dim, parts=parts, stochastic=stochastic, learns=learns,
+            plain=plain | drawn,
+        )  # fmt: skip
     _check_factors(symbolic, factors)
     return Plan(
         symbolic.latents,
@@ -497,7 +576,7 @@ def make_plan(
         structure,
         stochastic,
         learns,
-        multiplied_sites(symbolic.latents, symbolic.factors) | _sampled(factors),
+        multiplied_sites(symbolic.latents, unseen.factors) | _sampled(factors),
     )
 
 

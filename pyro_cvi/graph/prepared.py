@@ -21,7 +21,13 @@ from pyro_cvi.graph.check import (
     fingerprint,
     opaque_sites,
 )
-from pyro_cvi.graph.discrete import Dependence, check_branches, shares_dims, with_dims
+from pyro_cvi.graph.discrete import (
+    Dependence,
+    check_branches,
+    check_plates,
+    shares_dims,
+    with_dims,
+)
 from pyro_cvi.graph.pins import jacobian_factors, pin_factors
 from pyro_cvi.graph.plan import Plan, make_plan
 from pyro_cvi.graph.symbolic import (
@@ -52,6 +58,8 @@ _SHRINK = (0.1, 0.01)
 """How far from the prior's mean the second and third point of the self-check lie."""
 _TRIES = 3
 """How often other indices are tried before rows are taken for a stream."""
+_CHEAP = 1 << 24
+"""Elements of a discrete site times scalars of the largest latent up to which all states are tried."""
 _INSIDE = 0.5
 """The same of the first point for sites in a simplex: at its edge, densities have no digits."""
 
@@ -249,7 +257,8 @@ def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
     point |= inner
     discrete = enumerated_values(call.latents)
     if discrete:  # every branch counts, not only the one that this draw took
-        if shares_dims(call.latents):
+        check_plates(call, symbolic)
+        if shares_dims(call.latents) or _is_small(call.latents):
             near = {n: _towards_mean(x, point[n], _SHRINK[0]) for n, x in call.latents.items()}
             run = call.plain({n: near[n] for n in near if n not in discrete})
             check_branches(symbolic, run, factor_values(run))
@@ -266,6 +275,13 @@ def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
         values.append(factor_values(runs[-1]))
         result = checked(symbolic, runs, values)
     return _checked_where_opaque(result, call, runs, values), point
+
+
+def _is_small(latents: Mapping[str, Latent]) -> bool:
+    """Whether a run with a state of its own for every element of the discrete sites is cheap."""
+    sizes = [x.value.numel() for x in latents.values()]
+    states = max(x.value.numel() for x in latents.values() if x.support is not None)
+    return states * max(sizes) <= _CHEAP
 
 
 def _checked_where_opaque(

@@ -16,6 +16,7 @@ leave-one-out baseline serves it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +31,16 @@ from pyro_cvi.graph.evaluator import Evaluator, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.linalg import matvec, or_zeros, symmetrise
+from pyro_cvi.structured import StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["Estimate", "Sampler", "Sampling", "draw", "noise_by_site", "scatter"]
 
 
 _FULL_ROUND = 64
-"""Blocks up to this width get an antithetic pair for every direction."""
+"""Blocks up to this width get an antithetic pair for every direction, ..."""
+_FULL_HALVES = 32
+"""... and those up to this one in each half of the draws: halves are to be independent."""
 
 
 _PARAMETERS = "parameters of the model"
@@ -51,7 +55,8 @@ class Sampling:
     """How factors are sampled that neither algebra nor quadrature can average.
 
     Attributes:
-        num_samples: draws a step. A Gaussian block of at most 64 scalars gets two for each of them.
+        num_samples: draws a step, rounded up to an even number of at least 4. A Gaussian block gets four
+            for each of its scalars up to 32 of them, and two up to 64.
         antithetic: draws come in pairs that mirror each other (not those of Wishart blocks).
         fisher: "analytic", or "sampled": the matrix d mean / d natural of a Gamma, inverse Gamma, Beta
             or Dirichlet block is then estimated from the draws of the gradient (the paper's way).
@@ -108,7 +113,7 @@ class Sampler:
         self.blocks = [b for b in plan.blocks if sites & set(b.sites)]
         width = max((b.layout.width for b in self.blocks if b.layout is not None), default=0)
         if width <= _FULL_ROUND:
-            self.count = max(self.count, 2 * width)
+            self.count = max(self.count, 4 * width if width <= _FULL_HALVES else 2 * width)
         self.by_score = {
             s
             for f in plan.factors
@@ -137,7 +142,7 @@ class Sampler:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 return self.estimate(evaluator, control, gradient, None, parameters, groups, only)
-        noise = self._noise(evaluator)
+        noise = self._noise(evaluator, max(groups, 1))
         draws: list[dict[str, Draw]] = []
         values: list[float] = []
         grads: list[dict[str, Any]] = []
@@ -183,25 +188,23 @@ class Sampler:
             result[b.name] = [None if g is None else g / b.scale for g in found]
         return result
 
-    def estimate_at(
-        self, beliefs: Mapping[str, Belief], evaluator: Evaluator, seed: int
-    ) -> Estimate:
-        """The value at other beliefs, on the draws of `seed`; `evaluator` is not changed."""
-        other = Evaluator(self.plan, beliefs)
-        return self.estimate(other, {}, gradient=False, seed=seed)
-
-    def _noise(self, evaluator: Evaluator) -> dict[str, Sequence[Tensor | Base | None]]:
+    def _noise(
+        self, evaluator: Evaluator, groups: int
+    ) -> dict[str, Sequence[Tensor | Base | None]]:
         noise: dict[str, Sequence[Tensor | Base | None]] = {}
         paired = self.options.antithetic
         for b in self.blocks:
             belief = evaluator.beliefs[b.name]
             if isinstance(belief, GaussianBelief):
-                if paired:
-                    half = _orthogonal(self.count // 2, belief.loc)
-                    both = torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)
-                else:
-                    both = _orthogonal(self.count, belief.loc)
-                noise[b.name] = both.unbind(0)
+                both: list[Tensor] = []
+                for i in range(groups):  # directions are orthogonal within a group, not across
+                    n = (i + 1) * self.count // groups - i * self.count // groups
+                    if paired:
+                        half = _orthogonal(-(-n // 2), belief.loc)
+                        both += torch.stack([half, -half], 1).reshape(-1, *belief.loc.shape)[:n]
+                    else:
+                        both += _orthogonal(n, belief.loc)
+                noise[b.name] = both
             else:
                 assert isinstance(belief, FamilyBelief)
                 found = bases(belief.family, belief.natural, self.count, paired)
@@ -399,17 +402,17 @@ def _flat(x: Tensor, event_dims: int) -> Tensor:
 
 
 def noise_by_site(
-    evaluator: Evaluator, estimate: Estimate, sites: Collection[str]
+    evaluator: Evaluator, messages: Sequence[Messages], sites: Collection[str]
 ) -> dict[str, float]:
-    """Squared standard error of the messages in the Fisher metric, from the groups of an estimate."""
+    """The variance of independent estimates of the messages, in the Fisher metric."""
     found: dict[str, float] = {}
-    n = len(estimate.parts)
+    n = len(messages)
     for block in evaluator.plan.blocks:
         mine = [s for s in block.sites if s in sites]
         belief = evaluator.beliefs[block.name]
         parts = [
             tuple(or_zeros(g, like) for g, like in zip(p[block.name], belief.tensors, strict=True))
-            for p in estimate.parts
+            for p in messages
         ]
         mean = [torch.stack(x).mean(0) for x in zip(*parts, strict=True)]
         for site in mine:
@@ -421,7 +424,7 @@ def noise_by_site(
                     own[block.layout.element[site], block.layout.position[site]] = 1.0
                     apart = (own * apart[0], own.unsqueeze(-1) * apart[1] * own.unsqueeze(-2))
                 total += float(belief.inner(apart, apart).sum())
-            found[site] = total / (n * (n - 1))
+            found[site] = total / (n - 1)
     return found
 
 
@@ -438,6 +441,9 @@ def scatter(block: Block, z: Tensor) -> dict[str, Tensor]:
 
 def draw(block: Block, belief: Belief, shape: tuple[int, ...] = ()) -> Tensor:
     """Draws of a Gaussian block, (*shape, B, d)."""
+    if isinstance(belief, StructuredBelief):
+        draws = [belief.draw() for _ in range(math.prod(shape))]
+        return torch.stack(draws).reshape(*shape, 1, -1)
     assert isinstance(belief, GaussianBelief)
     noise = torch.randn(*shape, *belief.loc.shape, dtype=belief.loc.dtype, device=belief.loc.device)
     return belief.loc + matvec(belief.scale_tril, noise)

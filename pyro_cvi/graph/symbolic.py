@@ -89,6 +89,7 @@ class Factor:
 
     `enumerated` lists the discrete sites along whose dims `expression` varies. `forced` maps sites
     whose value left the algebra before this factor to the reason. `plates` names those around it.
+    `behind` has the latent sites of each view that the expression reads.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Factor:
     forced: Mapping[str, str] = field(default_factory=dict)
     position: int = 0
     plates: frozenset[str] = frozenset()
+    behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,104 @@
+"""Anderson acceleration of sweeps that creep: x' = sum_j a_j T(x_j), safeguarded by the bound.
+
+A sweep is a fixed-point map x -> T(x) of all beliefs. With residuals f_j = T(x_j) - x_j of the last few
+sweeps, the weights minimise |sum_j a_j f_j| subject to sum_j a_j = 1. The mixture is taken if it is
+proper and its bound is higher than that of the plain sweep.
+
+Source: H. F. Walker, P. Ni (2011), Anderson acceleration for fixed-point iterations, SIAM J. Numer.
+Anal. 49.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.updates import Belief
+
+__all__ = ["Anderson"]
+
+_MEMORY = 7
+_CREEPING = 0.05
+"""A sweep that gains less than this share of the one before it converges fast enough by itself."""
+_RIDGE = 1e-10
+"""Relative ridge of the least squares: residuals of a converged run are nearly parallel."""
+
+
+class Anderson:
+    """The last sweeps, and what they would have come to undamped."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[dict[str, Belief], dict[str, Belief]]] = []
+        self._bounds: list[float] = []
+        self._wait = 0
+        self._refusals = 0
+
+    def propose(
+        self, before: Mapping[str, Belief], targets: Mapping[str, Belief], bound: float
+    ) -> dict[str, Belief] | None:
+        """The accelerated beliefs of those that moved, or None where it is not the time for a try.
+
+        `targets` are the beliefs after a full step each, `bound` is that of the plain sweep.
+        """
+        moved = {n: b for n, b in targets.items() if b is not before[n]}
+        if self._pairs and moved.keys() != self._pairs[-1][1].keys():
+            self._pairs.clear()
+        self._pairs.append(({n: before[n] for n in moved}, moved))
+        self._bounds.append(bound)
+        del self._pairs[: -_MEMORY - 1], self._bounds[:-3]
+        if self._wait > 0:
+            self._wait -= 1
+            return None
+        if len(self._pairs) < 2 or not moved or not self._creeps():
+            return None
+        weights = self._weights(moved)
+        if weights is None:
+            return None
+        mixed = {}
+        for name, belief in moved.items():
+            parts = [y[name].tensors for _, y in self._pairs]
+            tensors = [
+                torch.stack([w * t for w, t in zip(weights, same, strict=True)]).sum(0)
+                for same in zip(*parts, strict=True)
+            ]
+            new = belief.like(tensors)
+            if new is None:
+                return None
+            mixed[name] = new
+        return mixed
+
+    def _creeps(self) -> bool:
+        """Whether the last sweep gained a good part of what the one before it did."""
+        if len(self._bounds) < 3:
+            return False
+        first, second, third = self._bounds
+        return third - second > _CREEPING * (second - first) > 0
+
+    def judged(self, taken: bool) -> None:
+        """Whether the proposal was an improvement; after refusals the next try waits for longer."""
+        self._refusals = 0 if taken else self._refusals + 1
+        self._wait = 0 if taken else min(2**self._refusals - 1, 15)
+
+    def _weights(self, moved: Mapping[str, Belief]) -> list[float] | None:
+        residuals = torch.stack([_residual(x, y, moved) for x, y in self._pairs])
+        last = residuals[-1]
+        steps = residuals[:-1] - last
+        gram = steps @ steps.mT
+        size = float(gram.diagonal().mean())
+        if not size > 0:
+            return None
+        ridge = _RIDGE * size * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        a = -torch.linalg.solve(gram + ridge, steps @ last)
+        if not bool(a.isfinite().all()):
+            return None
+        return [*a.tolist(), 1 - float(a.sum())]
+
+
+def _residual(
+    x: Mapping[str, Belief], y: Mapping[str, Belief], scale: Mapping[str, Belief]
+) -> Tensor:
+    """T(x) - x in coordinates in which the present beliefs' Fisher metric is roughly the identity."""
+    parts = [p for n, b in scale.items() for p in b.standardised(x[n], y[n])]
+    return torch.cat([p.reshape(-1).double() for p in parts])
