@@ -35,7 +35,7 @@ from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 __all__ = ["local_posteriors", "log_predictive"]
 
 _ROUNDS, _SETTLED = 200, 1e-8
-SAMPLED_ROUNDS, SAMPLED_SETTLED = 60, 1e-4
+SAMPLED_ROUNDS, SAMPLED_SETTLED = 150, 1e-4
 _SYMMETRIC = 1e-8
 """Logits that differ by less are those of components that are still alike."""
 

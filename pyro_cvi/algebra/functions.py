@@ -66,6 +66,11 @@ def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> 
     return Expression(shape, 0.0, (Term(1.0, (Link(name, function, squeezed, kept, axes),)),))
 
 
+def log_sum_exp(*parts: Tensor) -> Tensor:
+    """log sum_k exp(x_k)."""
+    return torch.logsumexp(torch.stack(torch.broadcast_tensors(*parts)), 0)
+
+
 def _monomial(e: Expression) -> Term | None:
     """The one term of an expression that is a product without constant or contraction."""
     if e.has_constant or len(e.terms) != 1 or e.terms[0].contracted:

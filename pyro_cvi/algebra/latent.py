@@ -34,6 +34,8 @@ _CONSTANT = {
     "is_contiguous", "storage_offset", "__hash__", "__format__", "__repr__",
     "requires_grad_", "data_ptr", "_is_view", "is_same_size", "result_type",
 }  # fmt: skip
+_FRAMES = 6
+"""Of the stack that are looked at, for who calls."""
 NO_GRADIENT = "so that only the score function serves"
 """The end of the reason of a site through which no pathwise gradient comes."""
 _JUMPS = {
@@ -133,7 +135,7 @@ class LatentTensor(torch.Tensor):
             args[0]._expression = expression_of(_wrap("setitem", plain(args[0]), args, kwargs))
             return None
         if not _holds_tensors(out):
-            if name in ("__setitem__", "__set__"):
+            if name in ("__setitem__", "__set__") and not _is_by_ordered_logistic():
                 _record_write(name, args)
             return out
         if kwargs.get("out") is not None or (inplace and not isinstance(args[0], LatentTensor)):
@@ -143,6 +145,21 @@ class LatentTensor(torch.Tensor):
             args[0]._expression = expression_of(result)
             return args[0]
         return result
+
+
+def _is_by_ordered_logistic() -> bool:
+    """Whether the constructor of Pyro's OrderedLogistic fills its table of probabilities.
+
+    Its density rule reads predictor and cutpoints, and not that table.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith("ordered_logistic.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def plain(x: Any) -> Any:

@@ -198,12 +198,38 @@ def _sums_to_one(e: Expression, dims: Sequence[int]) -> bool:
     return bool((index == index[..., :1] // k * k + torch.arange(k, device=index.device)).all())
 
 
+_MOST_SLICES = 32
+"""Classes of a softmax that are told apart; more of them are sampled."""
+
+
 @register_rule("logsumexp", "special_logsumexp")
 def _logsumexp(out: Tensor, x: Any, dim: Any, keepdim: bool = False) -> Expression | None:
-    """Zero for the logs of a simplex, as `Categorical(logits=theta.log())` takes them."""
-    if _sums_to_one(fn.exp(E(x)), _dims(plain(x), dim)):
-        return expand(Expression((), 0.0), tuple(out.shape))
-    return None
+    """Zero for the logs of a simplex, as `Categorical(logits=theta.log())` takes them.
+
+    Else a function of the slices along that axis, each of which may be a predictor.
+    """
+    e, dims = E(x), _dims(plain(x), dim)
+    if _sums_to_one(fn.exp(e), dims):
+        shape = [1 if i in dims else n for i, n in enumerate(e.shape)] if keepdim else out.shape
+        return expand(Expression((), 0.0), tuple(shape))
+    n = e.shape[dims[0]] if len(dims) == 1 else 0
+    if not 1 <= n <= _MOST_SLICES:
+        return None
+    slices = [move(e, partial(torch.select, dim=dims[0], index=i)) for i in range(n)]
+    value = fn.link("logsumexp", fn.log_sum_exp, *slices)
+    return move(value, partial(torch.unsqueeze, dim=dims[0])) if keepdim else value
+
+
+@register_rule("log_softmax", "special_log_softmax")
+def _log_softmax(out: Tensor, x: Any, dim: Any = None, **kwargs: Any) -> Expression | None:
+    total = None if dim is None else _logsumexp(out, x, dim, keepdim=True)
+    return None if total is None else add(E(x), negate(total))
+
+
+@register_rule("softmax", "special_softmax")
+def _softmax(out: Tensor, x: Any, dim: Any = None, **kwargs: Any) -> Expression | None:
+    e = _log_softmax(out, x, dim)
+    return None if e is None else fn.exp(e)
 
 
 @register_rule("mean")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.functions import clamp_link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, plain
-from pyro_cvi.densities.registry import density, is_probs, unexpanded, x_log_y
+from pyro_cvi.densities.registry import density, is_probs, log_density, unexpanded, x_log_y
 from pyro_cvi.linalg import broadcast_shapes
 
 softplus = torch.nn.functional.softplus
@@ -93,6 +94,15 @@ def categorical(d: Any, x: Tensor) -> Tensor:
     return torch.take_along_dim(wide, index, -1).squeeze(-1)
 
 
+@density(torch.distributions.MixtureSameFamily)
+def mixture_same_family(d: Any, x: Tensor) -> Tensor:
+    """log sum_k w_k p_k(x)."""
+    event = len(d.event_shape)
+    at = x.unsqueeze(-1 - event) if event else x.unsqueeze(-1)
+    log_p = log_density(d.component_distribution, at) + _log_probs(d.mixture_distribution)
+    return torch.logsumexp(log_p, -1)
+
+
 def _along_dim(x: Tensor, k: int) -> int | None:
     """The dim, counted from the right, along which x is 0, 1, ... k - 1; None if it is anything else."""
     if isinstance(x, LatentTensor) or k < 2 or x.numel() != k or k not in x.shape:
@@ -108,6 +118,43 @@ def _states_at(log_p: Tensor, dim: int) -> Tensor | None:
         return log_p.reshape(*[1] * (dim - len(batch)), *batch, k).movedim(-1, 0)
     at = len(batch) - 1 - dim
     return log_p.squeeze(at).movedim(-1, at) if batch[at] == 1 else None
+
+
+@density(dist.OrderedLogistic)
+def ordered_logistic(d: Any, x: Tensor) -> Tensor:
+    """log(sigma(c_k - f) - sigma(c_(k-1) - f)), with c_(-1) = -inf and c_last = inf.
+
+    = log sigma(c_k - f) + log sigma(f - c_(k-1)) + log(1 - exp(c_(k-1) - c_k)): f stands in two sigmoids.
+    """
+    f, cuts = d.predictor, d.cutpoints
+    last = plain(cuts).shape[-1]
+    shape = broadcast_shapes(x.shape, plain(f).shape)
+    state = x.long().expand(shape)
+    wide = cuts.expand(*shape, last)
+
+    def at(index: Tensor) -> Tensor:
+        where = index.clamp(0, last - 1).unsqueeze(-1)
+        return torch.take_along_dim(wide, where, -1).squeeze(-1)
+
+    upper, lower = at(state), at(state - 1)
+    top, bottom = state == last, state == 0
+    zero = torch.zeros((), dtype=plain(f).dtype, device=plain(f).device)
+    gap = torch.where(top | bottom, zero - 1.0, lower - upper)
+    between = torch.where(top | bottom, zero, torch.log(-torch.expm1(gap)))
+    below = torch.where(top, zero, logsigmoid(upper - f))
+    return below + torch.where(bottom, zero, logsigmoid(f - lower)) + between
+
+
+@density(dist.ZeroInflatedDistribution)
+def zero_inflated(d: Any, x: Tensor) -> Tensor:
+    """log(g + (1 - g) p(0)) at zero, log(1 - g) + log p(x) elsewhere."""
+    if "gate" in d.__dict__:
+        gate = _guarded(d.gate)
+        log_gate, log_rest = gate.log(), torch.log1p(-gate)
+    else:
+        log_gate, log_rest = logsigmoid(d.gate_logits), logsigmoid(-d.gate_logits)
+    value: Tensor = log_rest + log_density(d.base_dist, x)
+    return torch.where(x == 0, torch.logaddexp(log_gate, value), value)
 
 
 @density(torch.distributions.OneHotCategorical)

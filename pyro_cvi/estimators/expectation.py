@@ -34,6 +34,7 @@ from pyro_cvi.algebra.expression import (
     add,
     contract,
     merge_operands,
+    negate,
     opaque_parts,
 )
 from pyro_cvi.algebra.latent import NO_GRADIENT
@@ -46,6 +47,10 @@ from pyro_cvi.estimators.statistics import Gather, Summed, summed
 from pyro_cvi.estimators.univariate import Points, family_expectation, has_rule
 
 __all__ = ["Expectation", "How", "compile_expectation"]
+
+
+_MOST_PREDICTORS = 16
+"""Scalar predictors in one function beyond which it is sampled."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ def _why(o: Operand) -> str:
         )
         if others:
             return f"'{o.name}' of '{others[0]}', which is not Gaussian"
-        return f"'{o.name}' of more than two scalar predictors"
+        return f"'{o.name}' of more than {_MOST_PREDICTORS} scalar predictors"
     if isinstance(o, Group):
         for t in o.expression.terms:
             for p in t.operands:
@@ -414,7 +419,7 @@ def _argument_cells(o: Link, axes: Axes, shape: tuple[int, ...]) -> Expression:
 
 
 class _Quadrature:
-    """E g(f_1, f_2) cell by cell, with g the component's operands multiplied."""
+    """E g(f_1, ..., f_p) cell by cell, with g the component's operands multiplied."""
 
     def __init__(
         self,
@@ -428,7 +433,8 @@ class _Quadrature:
         self.whole, self.axes, self.shape, self.learn = whole, axes, shape, learn
         self.affines = [a for _, a in predictors]
         self.position = {id(e): i for i, (e, _) in enumerate(predictors)}
-        self.cross = Covariance(*self.affines) if len(self.affines) == 2 else None
+        pairs = itertools.combinations(range(len(self.affines)), 2)
+        self.cross = {(i, j): Covariance(self.affines[i], self.affines[j]) for i, j in pairs}
         self.cells = whole.shape[0] if whole.shape else 1
 
     def __call__(self, moments: Moments) -> Tensor:
@@ -436,12 +442,11 @@ class _Quadrature:
         means = [torch.as_tensor(a.mean(moments)).expand(n) for a in self.affines]
         mean = torch.stack(means)
         like = means[0]
-        variances = [_vector(a.variance(moments), like) for a in self.affines]
-        if self.cross is None:
-            cov = variances[0][None, None]
-        else:
-            c = _vector(self.cross(moments), like)
-            cov = torch.stack([torch.stack([variances[0], c]), torch.stack([c, variances[1]])])
+        entries = {(i, i): _vector(a.variance(moments), like) for i, a in enumerate(self.affines)}
+        for (i, j), cross in self.cross.items():
+            entries[i, j] = entries[j, i] = _vector(cross(moments), like)
+        each = range(len(self.affines))
+        cov = torch.stack([torch.stack([entries[i, j] for j in each]) for i in each])
         value = gaussian_expectation(self._cells, mean, cov, differentiate_constants=self.learn)
         return value.reshape(self.shape)
 
@@ -559,9 +564,10 @@ def _quadrature(
         return _FamilyQuadrature(flat, one, structure, axes, shape, learn)
     found: list[tuple[Expression, Affine]] = []
     canonical = _find_predictors(flat, structure, found)
-    if canonical is None or not 1 <= len(found) <= 2:
+    if canonical is None or not 1 <= len(found) <= _MOST_PREDICTORS:
         return None
-    count = "one scalar predictor" if len(found) == 1 else "two scalar predictors"
+    counts = {1: "one scalar predictor", 2: "two scalar predictors"}
+    count = counts.get(len(found), f"{len(found)} predictors, by quasi Monte Carlo")
     names = ", ".join(sorted({o.name for o in _leaves(whole) if isinstance(o, Link)}))
     reason = f"a function ({names}) of {count}" if names else f"a polynomial of {count}"
     result.note(whole.sites, "quadrature", reason)
@@ -630,9 +636,8 @@ def _find_predictors(
     """Replace maximal affine Gaussian parts by canonical predictors; None where that is impossible."""
     if not e.terms:
         return e
-    affine = _linear_predictor(e, structure)
-    if affine is not None:
-        return _canonical(e, affine, found)
+    if _linear_predictor(e, structure) is not None:
+        return _canonical(e, structure, found)
     terms = []
     for t in e.terms:
         if t.contracted:
@@ -687,12 +692,44 @@ def _linear_predictor(e: Expression, structure: Structure) -> Affine | None:
         return None
 
 
-def _canonical(e: Expression, affine: Affine, found: list[tuple[Expression, Affine]]) -> Expression:
+def _canonical(
+    e: Expression, structure: Structure, found: list[tuple[Expression, Affine]]
+) -> Expression:
+    """The affine part of a function in terms of the predictors found so far: c + known, or c - known."""
+    base = Expression(e.shape, 0.0, _without_masks(e.terms))
     for known, _ in found:
-        if same_expression(known, e):
-            return known
-    found.append((e, affine))
-    return e
+        for sign in (1.0, -1.0):
+            other = base if sign == 1 else negate(base)
+            if known.shape == e.shape and same_expression(known, other):
+                return _shifted(e, known, sign)
+    affine = _linear_predictor(base, structure)
+    assert affine is not None
+    found.append((base, affine))
+    return _shifted(e, base, 1.0)
+
+
+def _without_masks(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    """Without constants that are the same in every cell: slices of a stack come with ones and zeros."""
+    result = []
+    for t in terms:
+        coefficient, operands = t.coefficient, []
+        for o in t.operands:
+            alike = isinstance(o, Const) and not t.contracted and o.tensor.numel() > 0
+            if alike and isinstance(o, Const) and bool((o.tensor == o.tensor.reshape(-1)[0]).all()):
+                coefficient *= float(o.tensor.reshape(-1)[0])
+            else:
+                operands.append(o)
+        if coefficient != 0:
+            result.append(Term(coefficient, tuple(operands)))
+    return tuple(result) or terms
+
+
+def _shifted(e: Expression, predictor: Expression, sign: float) -> Expression:
+    """e = constant + sign * predictor."""
+    if sign == 1 and not e.has_constant:
+        return predictor
+    whole = Group(predictor, tuple(range(-predictor.ndim, 0)))
+    return Expression(e.shape, e.constant, (Term(sign, (whole,)),))
 
 
 def same_expression(a: Expression, b: Expression) -> bool:

@@ -188,11 +188,35 @@ CASES = {
         td.Multinomial, lambda f: dist.Multinomial(6, logits=f), {"f": real}, (3,)
     ),
     "Poisson": Case(td.Poisson, dist.Poisson, {"rate": positive}),
+    "OrderedLogistic": Case(
+        dist.OrderedLogistic,
+        lambda f: dist.OrderedLogistic(f, torch.tensor([-1.0, 0.3, 1.1], dtype=f.dtype)),
+        {"f": real},
+    ),
+    "ZeroInflatedPoisson gate": Case(
+        dist.ZeroInflatedDistribution,
+        lambda rate, gate: dist.ZeroInflatedPoisson(rate, gate=gate),
+        {"rate": positive, "gate": unit},
+    ),
+    "ZeroInflatedPoisson gate_logits": Case(
+        dist.ZeroInflatedDistribution,
+        lambda rate, f: dist.ZeroInflatedPoisson(rate, gate_logits=f),
+        {"rate": positive, "f": real},
+    ),
+    "ZeroInflatedNegativeBinomial": Case(
+        dist.ZeroInflatedDistribution,
+        lambda f, gate: dist.ZeroInflatedNegativeBinomial(3.0, logits=f, gate=gate),
+        {"f": real, "gate": unit},
+    ),
+    "MixtureSameFamily": Case(
+        td.MixtureSameFamily,
+        lambda w, loc: dist.MixtureSameFamily(dist.Categorical(w), dist.Normal(loc, 0.7)),
+        {"w": simplex, "loc": real},
+        (3,),
+    ),
 }  # fmt: skip
 
 KIND = {
     real: "real", positive: "positive", unit: "unit", simplex: "simplex", spd: "positive_definite"
 }  # fmt: skip
 DOMAIN = {kind: domain for domain, kind in KIND.items()}
-OPAQUE_IN_A_LATENT = {"Categorical logits", "OneHotCategorical logits", "Multinomial logits"}
-"""Normalised by logsumexp, which has no rule."""
