@@ -112,6 +112,7 @@ class Sweeper:
         self._batches: dict[str, Batches] = {}
         self._lost: dict[str, int] = {}
         self._anderson = Anderson()
+        self._mapped: Plan | None = None
         self._targets: dict[str, Belief] = {}
         self._observed: Estimate | None = None
         self._stationary = False
@@ -121,6 +122,7 @@ class Sweeper:
         passing: dict[str, Any] = {
             "_ahead": None,
             "_observed": None,
+            "_mapped": None,
             "_targets": {},
             "_anderson": Anderson(),
         }
@@ -201,6 +203,8 @@ class Sweeper:
     def _accelerate(self, evaluator: Evaluator, before: dict[str, Belief]) -> None:
         """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
         self.is_mixture = False
+        if self._mapped is not evaluator.plan:  # another map, with other fixed points
+            self._anderson, self._mapped = Anderson(), evaluator.plan
         plain, known = dict(evaluator.beliefs), evaluator.elbo()
         mixed = self._anderson.propose(before, {**plain, **self._targets}, known)
         if mixed is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_cvi.algebra import functions as fn
 from pyro_cvi.algebra.expression import (
     Expression,
+    Link,
     Stat,
     Statistic,
     add,
@@ -178,9 +179,24 @@ def _dims(x: Tensor, dim: Any) -> tuple[int, ...]:
 def _sum(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Expression:
     dims = _dims(plain(x), kwargs.get("axis", dim))
     e = E(x)
-    if _sums_to_one(e, dims):
+    if _sums_to_one(e, dims) or _is_softmax(e, out):
         return expand(Expression((), 1.0), tuple(out.shape))
     return sum_axes(e, dims, keepdim)
+
+
+def _is_softmax(e: Expression, total: Tensor) -> bool:
+    """Whether a sum that is one is that of a softmax: exp(x_k) exp(-log sum exp x), by one term.
+
+    That it is one elsewhere too, the self-check of the model's densities finds.
+    """
+    if e.has_constant or len(e.terms) != 1:
+        return False
+    exps = [o for o in e.terms[0].operands if isinstance(o, Link) and o.name == "exp"]
+    inside = [p for o in exps for t in o.arguments[0].terms for p in t.operands]
+    if not any(isinstance(p, Link) and p.name == "logsumexp" for p in inside):
+        return False
+    eps = torch.finfo(total.dtype).eps
+    return bool(((total - 1).abs() < 100 * eps).all())
 
 
 def _sums_to_one(e: Expression, dims: Sequence[int]) -> bool:

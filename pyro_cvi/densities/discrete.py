@@ -124,7 +124,7 @@ def _states_at(log_p: Tensor, dim: int) -> Tensor | None:
 def ordered_logistic(d: Any, x: Tensor) -> Tensor:
     """log(sigma(c_k - f) - sigma(c_(k-1) - f)), with c_(-1) = -inf and c_last = inf.
 
-    = log sigma(c_k - f) + log sigma(f - c_(k-1)) + log(1 - exp(c_(k-1) - c_k)): f stands in two sigmoids.
+    = log sigma(c_k - f) + log sigma(f - c_(k-1)) + log(1 - exp(c_(k-1) - c_k)), with f in two sigmoids.
     """
     f, cuts = d.predictor, d.cutpoints
     last = plain(cuts).shape[-1]

@@ -34,7 +34,7 @@ _ENOUGH, _LARGEST = 513, 1 << 24
 """A function with a kink never settles to the tolerance; doubling then ends when a level would take
 more than `_LARGEST` function values. At 513 nodes a kink costs about 1e-4 of its jump in slope."""
 _POINTS = 512
-"""Quasi Monte Carlo points for more than two predictors: errors of about 1e-3 of the function's spread."""
+"""Quasi Monte Carlo points for more than two predictors: errors of about 1e-3 of a function's spread."""
 _RIDGE = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Relative, on the covariance of predictors that may be linearly dependent."""
 _BUDGET = 1 << 19

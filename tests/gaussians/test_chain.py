@@ -99,7 +99,9 @@ def test_a_belief_is_the_dense_gaussian(size: tuple[int, int, int, int]) -> None
     value = 0.5 * (q.log_det() - q.quadratic(z - loc) - len(loc) * 1.8378770664093453)
     torch.testing.assert_close(value, law.log_prob(z))
     ((views, covs),) = q.views()
-    scalars = torch.randint(len(loc), (20, 1))  # a scalar and, where there is one, one of the border
+    scalars = torch.randint(
+        len(loc), (20, 1)
+    )  # a scalar and, where there is one, one of the border
     if size[3]:
         inside = (where.place < 0).nonzero()[0]
         scalars = torch.cat([scalars, inside.expand(20, 1)], 1)

@@ -105,7 +105,8 @@ def test_entropy_and_kl_are_those_of_the_dense_gaussian(problem: Problem) -> Non
     torch.testing.assert_close(q.entropy(), expected)
     z = torch.randn(3, len(mean))
     torch.testing.assert_close(
-        0.5 * (q.log_det() - q.quadratic(z - mean) - len(mean) * 1.8378770664093453), law.log_prob(z)
+        0.5 * (q.log_det() - q.quadratic(z - mean) - len(mean) * 1.8378770664093453),
+        law.log_prob(z),
     )
 
 

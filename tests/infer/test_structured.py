@@ -1,0 +1,322 @@
+"""Structured Gaussian blocks: the same posterior as a dense block, and everything a guide can do."""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from torch import Tensor
+
+from pyro_cvi import CVI, AutoCVI, explain
+from pyro_cvi.graph import blocks
+
+
+def kernel(t: Tensor, scale: float = 1.0) -> Tensor:
+    return scale**2 * torch.exp(-0.5 * (t[:, None] - t) ** 2 / 0.3) + 1e-6 * torch.eye(len(t))
+
+
+T = torch.linspace(0, 4, 60)
+
+
+def classification(y: Tensor) -> None:
+    f = pyro.sample("f", dist.MultivariateNormal(0.3 * torch.ones(60), kernel(T)))
+    with pyro.plate("data", 60):
+        pyro.sample("y", dist.Bernoulli(logits=f), obs=(y > 0).double())
+
+
+def on_a_subset(y: Tensor) -> None:
+    """Observed at some points, some of them twice, through an affine map."""
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+    at = torch.arange(0, 60, 4)
+    with pyro.plate("data", len(at)):
+        pyro.sample("y", dist.Poisson((0.5 + 2 * f[at]).exp()), obs=(10 * y[at].abs()).floor())
+        pyro.sample("z", dist.Normal(f[at], 0.5), obs=y[at])
+
+
+def heteroscedastic(y: Tensor) -> None:
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+    g = pyro.sample("g", dist.MultivariateNormal(-torch.ones(60), kernel(T, 0.5)))
+    with pyro.plate("data", 60):
+        pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+
+def process_with_noise(y: Tensor) -> None:
+    """A latent precision beside it, updated in turn."""
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+    tau = pyro.sample("tau", dist.Gamma(2.0, 1.0))
+    with pyro.plate("data", 60):
+        pyro.sample("y", dist.Normal(f, tau.rsqrt()), obs=y)
+
+
+def wide_regression(y: Tensor) -> None:
+    x = torch.sin(torch.arange(20.0)[:, None] * torch.arange(1.0, 241.0))
+    with pyro.plate("features", 240):
+        w = pyro.sample("w", dist.Normal(0.0, 0.2))
+    b = pyro.sample("b", dist.Normal(0.0, 3.0))
+    with pyro.plate("data", 20):
+        pyro.sample("y", dist.Bernoulli(logits=b + x @ w), obs=(y[:20] > 0).double())
+
+
+def relevance(y: Tensor) -> None:
+    """A latent precision for each weight, of more weights than rows."""
+    x = torch.sin(torch.arange(20.0)[:, None] * torch.arange(1.0, 241.0))
+    with pyro.plate("features", 240):
+        tau = pyro.sample("tau", dist.Gamma(2.0, 0.1))
+        w = pyro.sample("w", dist.Normal(0.0, tau.rsqrt()))
+    with pyro.plate("data", 20):
+        pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y[:20])
+
+
+def markov(y: Tensor) -> None:
+    x: Any = None
+    for t in pyro.markov(range(210)):
+        x = pyro.sample(f"x_{t}", dist.Normal(0.0 if x is None else x, 0.3))
+        if t % 3:  # missing time points
+            pyro.sample(f"y_{t}", dist.Poisson(x.exp()), obs=(3 * y[t % 60].abs()).floor())
+
+
+def second_order(y: Tensor) -> None:
+    """An autoregression of order two, with its noise level and a regression beside it."""
+    n = 240
+    z = pyro.sample("z", dist.Normal(0.0, 2.0).expand([n]).to_event(1))
+    beta = pyro.sample("beta", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    tau = pyro.sample("tau", dist.Gamma(3.0, 1.0))
+    pyro.sample(
+        "d", dist.Normal(z[2:] - 1.2 * z[1:-1] + 0.4 * z[:-2], tau.rsqrt()).to_event(1),
+        obs=torch.zeros(n - 2),
+    )  # fmt: skip
+    s = torch.linspace(-1, 1, n)
+    predictor = z + torch.stack([s, s**2], -1) @ beta
+    with pyro.plate("time", n):
+        pyro.sample("y", dist.StudentT(4.0, predictor, 0.5), obs=y.repeat(4))
+
+
+def trend(y: Tensor) -> None:
+    """A state of two dimensions, in two sites."""
+    n = 120
+    level = pyro.sample("level", dist.Normal(0.0, 5.0).expand([n]).to_event(1))
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0).expand([n]).to_event(1))
+    zero = torch.zeros(n - 1)
+    moved = level[1:] - level[:-1] - slope[:-1]
+    pyro.sample("dl", dist.Normal(moved, 0.1).to_event(1), obs=zero)
+    pyro.sample("ds", dist.Normal(slope[1:] - slope[:-1], 0.05).to_event(1), obs=zero)
+    with pyro.plate("time", n):
+        pyro.sample("y", dist.Normal(level, 0.5), obs=y.repeat(2))
+
+
+def many_series(y: Tensor) -> None:
+    """Several series with a common drift."""
+    drift = pyro.sample("drift", dist.Normal(0.0, 1.0))
+    with pyro.plate("series", 8):
+        x = pyro.sample("x", dist.Normal(0.0, 2.0).expand([40]).to_event(1))
+        step = x[..., 1:] - x[..., :-1] - drift
+        pyro.sample("d", dist.Normal(step, 0.2).to_event(1), obs=torch.zeros(39))
+        data = (y[:40] + torch.arange(8.0)[:, None] > 3).double()
+        pyro.sample("y", dist.Bernoulli(logits=x).to_event(1), obs=data)
+
+
+def crossed(y: Tensor) -> None:
+    """Many groups crossed with a few, global effects, and a latent precision."""
+    n = 900
+    g, h = torch.arange(n) * 7 % 300, torch.arange(n) * 5 % 4
+    x = torch.stack([torch.sin(torch.arange(float(n))), torch.cos(3 * torch.arange(float(n)))], -1)
+    a = pyro.sample("a", dist.Normal(0.0, 5.0))
+    beta = pyro.sample("beta", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
+    tau = pyro.sample("tau", dist.Gamma(2.0, 2.0))
+    with pyro.plate("few", 4):
+        v = pyro.sample("v", dist.Normal(0.0, 1.0))
+    with pyro.plate("many", 300):
+        u = pyro.sample("u", dist.Normal(0.0, tau.rsqrt()))
+    with pyro.plate("data", n):
+        rate = (0.3 * a + (x * beta).sum(-1) + u[g] + v[h]).exp()
+        pyro.sample("y", dist.Poisson(rate), obs=(2 * y.repeat(15).abs()).floor())
+
+
+def slopes(y: Tensor) -> None:
+    """Intercepts and slopes with means and scales of their own: products of shared and local scalars."""
+    n = 480
+    g = torch.arange(n) % 120
+    x = torch.sin(1.7 * torch.arange(float(n)))
+    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+    s = pyro.sample("s", dist.Normal(-1.0, 0.5))
+    with pyro.plate("groups", 120):
+        u = pyro.sample("u", dist.Normal(mu, s.exp()))
+        w = pyro.sample("w", dist.Normal(0.0, 0.5))
+    with pyro.plate("data", n):
+        pyro.sample("y", dist.Normal(u[g] + x * w[g], 0.8), obs=y.repeat(8))
+
+
+MODELS: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
+    "classification": (classification, "process", ("f",)),
+    "on_a_subset": (on_a_subset, "process", ("f",)),
+    "heteroscedastic": (heteroscedastic, "process", ("f", "g")),
+    "process_with_noise": (process_with_noise, "process", ("f", "tau")),
+    "wide_regression": (wide_regression, "process", ("w", "b")),
+    "relevance": (relevance, "process", ("w", "tau")),
+    "markov": (markov, "chain", ("x_0", "x_3", "x_209")),
+    "second_order": (second_order, "chain", ("z", "beta", "tau")),
+    "trend": (trend, "chain", ("level", "slope")),
+    "many_series": (many_series, "chain", ("drift", "x")),
+    "crossed": (crossed, "chain", ("a", "beta", "v", "u", "tau")),
+    "slopes": (slopes, "chain", ("mu", "s", "u", "w")),
+}
+
+
+def data() -> Tensor:
+    return torch.sin(2 * T) + 0.3 * torch.cos(37 * torch.arange(60.0))
+
+
+def fitted(model: Callable[..., None], **options: Any) -> tuple[AutoCVI, float]:
+    guide = AutoCVI(model, max_dense_dim=2000)
+    cvi = CVI(model, guide)
+    losses = cvi.run(data(), num_steps=200, tol=1e-12, **options).losses
+    assert all(b <= a + 1e-8 * abs(a) for a, b in zip(losses, losses[1:], strict=False))
+    return guide, losses[-1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_posterior_is_that_of_a_dense_block(name: str, monkeypatch: Any) -> None:
+    model, structure, sites = MODELS[name]
+    guide, loss = fitted(model)
+    assert structure in {b.structure for b in guide.plan.blocks}
+    monkeypatch.setattr(blocks, "_viewed", lambda *args: None)
+    dense, other = fitted(model)
+    assert structure not in {b.structure for b in dense.plan.blocks}
+    assert loss == pytest.approx(other, rel=1e-7, abs=1e-7)
+    for s in sites:
+        spread = dense.posterior(s).variance.sqrt()
+        apart = (guide.median()[s] - dense.median()[s]).abs() / spread
+        assert float(apart.max()) < 2e-3, s
+        ratio = guide.posterior(s).variance.sqrt() / spread
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["classification", "relevance", "second_order", "crossed"])
+def test_a_guide_with_structured_blocks_does_what_guides_do(name: str) -> None:
+    model, _, sites = MODELS[name]
+    guide, loss = fitted(model)
+    first = sites[0]
+    assert CVI(model, guide).evaluate_loss(data()) == pytest.approx(loss, abs=1e-8)
+    # Draws, their density, quantiles.
+    draws = torch.stack([guide(data())[first] for _ in range(1500)])
+    q = guide.posterior(first)
+    spread = q.variance.sqrt()
+    assert draws.shape[1:] == q.mean.shape
+    assert float(((draws.mean(0) - q.mean) / spread).abs().max()) < 5 / math.sqrt(1500)
+    low, high = guide.quantiles([0.1, 0.9])[first]
+    inside = ((draws > low) & (draws < high)).double().mean()
+    assert float(inside) == pytest.approx(0.8, abs=0.03)
+    trace = pyro.poutine.trace(guide).get_trace(data())
+    assert math.isfinite(float(trace.log_prob_sum()))
+    predictive = Predictive(model, guide=guide, num_samples=5)(data())
+    assert predictive[first].shape[0] == 5
+    # Copies.
+    import copy
+
+    again = copy.deepcopy(guide)
+    torch.testing.assert_close(again.median()[first], guide.median()[first])
+    new = AutoCVI(model, max_dense_dim=2000)
+    new.load_state_dict(guide.state_dict())
+    assert CVI(model, new).evaluate_loss(data()) == pytest.approx(loss, abs=1e-8)
+    file = io.BytesIO()
+    torch.save(guide, file)
+    file.seek(0)
+    kept = torch.load(file, weights_only=False)
+    torch.testing.assert_close(kept.median()[first], guide.median()[first])
+    torch.testing.assert_close(kept.quantiles([0.3])[first], guide.quantiles([0.3])[first])
+
+
+def test_joint_covariances_across_sites() -> None:
+    guide, _ = fitted(crossed)
+    q = guide.joint(["a", "v"])
+    assert q.covariance_matrix.shape == (5, 5)
+    torch.testing.assert_close(q.variance[0], guide.posterior("a").variance)
+    assert float(q.covariance_matrix[0, 1]) != 0
+
+
+def test_new_data_of_the_same_and_of_another_size() -> None:
+    def model(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 0.2).expand([300]).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    x = torch.randn(30, 300)
+    y = (x[:, 0] > 0).double()
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    cvi.run(x[:10], y[:10])
+    for rows in (slice(10, 20), slice(0, 30)):
+        cvi.run(x[rows], y[rows], tol=1e-10)
+        fresh = AutoCVI(model)
+        CVI(model, fresh).run(x[rows], y[rows], tol=1e-10)
+        torch.testing.assert_close(guide.median()["w"], fresh.median()["w"], atol=1e-5, rtol=1e-4)
+    before = guide.median()["w"].clone()
+    with pytest.raises(ValueError, match="shapes"):
+        cvi.step(x, y[:3])
+    torch.testing.assert_close(guide.median()["w"], before)
+    torch.testing.assert_close(cvi.evaluate_loss(x, y), CVI(model, fresh).evaluate_loss(x, y))
+
+
+def test_kernel_parameters_are_learnt() -> None:
+    """Of a Gaussian likelihood the bound is the evidence: its maximum in closed form by a fine grid."""
+    y = data()
+
+    def model(y: Tensor) -> None:
+        s = pyro.param("s", torch.tensor(0.5), constraint=dist.constraints.positive)
+        k = s**2 * kernel(T)
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), k))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    def evidence(s: float) -> float:
+        cov = s**2 * kernel(T) + 0.09 * torch.eye(60)
+        return float(dist.MultivariateNormal(torch.zeros(60), cov).log_prob(y))
+
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide, pyro.optim.Adam({"lr": 0.05}))
+    losses = [cvi.step(y) for _ in range(120)]
+    assert guide.plan.blocks[0].structure == "process"
+    best = max((evidence(s), s) for s in torch.linspace(0.3, 2.0, 341).tolist())
+    assert float(pyro.param("s").detach()) == pytest.approx(best[1], abs=0.02)
+    assert -losses[-1] == pytest.approx(best[0], abs=1e-3)
+
+
+def test_what_samples_a_block_makes_it_dense() -> None:
+    """A function without a rule needs draws of the whole block."""
+
+    def model(y: Tensor) -> None:
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+        pyro.sample("y", dist.Normal(f.sort().values, 1.0).to_event(1), obs=y)
+
+    assert {b.structure for b in explain(model, data()).blocks} == {"dense"}
+
+
+@pytest.mark.parametrize("name", ["wide_regression", "crossed"])
+def test_float32(name: str) -> None:
+    model, structure, sites = MODELS[name]
+    reference, loss = fitted(model)
+    torch.set_default_dtype(torch.float32)
+
+    def cast(y: Tensor) -> None:
+        model(y)
+
+    global T
+    kept, T = T, T.float()
+    try:
+        guide = AutoCVI(cast, max_dense_dim=2000)
+        y = data().float()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "double", Tensor.float)
+            result = CVI(cast, guide).run(y, num_steps=100, tol=1e-5)
+    finally:
+        T = kept
+    assert structure in {b.structure for b in guide.plan.blocks}
+    assert result.losses[-1] == pytest.approx(loss, rel=1e-3)
+    for s in sites:
+        q, r = guide.posterior(s), reference.posterior(s)
+        assert float(((q.mean - r.mean) / r.variance.sqrt()).abs().max()) < 0.05
