@@ -238,7 +238,7 @@ class Selection:
         """The same as a design matrix, for covariances with another expression."""
         columns = torch.unique(self.columns)
         weight = torch.as_tensor(self.weight)
-        where = torch.searchsorted(columns, self.columns)
+        where = torch.searchsorted(columns, self.columns.contiguous())
         hot = where.unsqueeze(-1) == torch.arange(len(columns), device=columns.device)
         dtype = weight.dtype if isinstance(self.weight, Tensor) else torch.get_default_dtype()
         matrix = hot.to(dtype) * weight.unsqueeze(-1)

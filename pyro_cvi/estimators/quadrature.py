@@ -118,8 +118,7 @@ def _averaged(function: CellFunction, m: Tensor, c: Tensor, x: Tensor, part: Ten
     ridge = (_RIDGE[m.dtype] * size)[:, None, None] * eye
     factor = torch.linalg.cholesky((matrix + matrix.mT) / 2 + ridge)
     z = m[:, None, :] + torch.einsum("nij,jk->ikn", factor, x)
-    f = function(list(z.unbind(0)), part)
-    return f.mean(0)
+    return function(list(z.unbind(0)), part).to(m.dtype).mean(0)
 
 
 def gaussian_expectation(
@@ -221,7 +220,7 @@ def _fill(
         c = (cov if index is None else cov[:, :, part]).detach().requires_grad_(gradient)
         with torch.set_grad_enabled(gradient):
             z = _points(m, c, x)
-            f = function(z, index)
+            f = function(z, index).to(w.dtype)  # data may be of a wider dtype than the latents
             q = w @ f
             total = q.sum()
         if gradient and total.requires_grad:  # a constant has none, as the density of a Uniform
@@ -239,7 +238,7 @@ def _rough(
 ) -> Tensor:
     lower = _CHECK if kind == "hermite" else order // 2 + 1
     x, w = _nodes(kind, lower, m.shape[0], m.dtype, m.device)
-    return _moments(function(_points(m, c, x), index), x, w)
+    return _moments(function(_points(m, c, x), index).to(w.dtype), x, w)
 
 
 def _moments(f: Tensor, x: Tensor, w: Tensor) -> Tensor:
@@ -266,7 +265,7 @@ def _differentiable(
     for kind, order, cells in levels:
         for part in _parts(cells, order ** mean.shape[0]):
             x, w = _nodes(kind, order, mean.shape[0], mean.dtype, mean.device)
-            q = w @ function(_points(mean[:, part], cov[:, :, part], x), part)
+            q = w @ function(_points(mean[:, part], cov[:, :, part], x), part).to(w.dtype)
             value = value.index_put((part,), q)
     return value
 

@@ -409,6 +409,8 @@ def noise_by_site(
     n = len(messages)
     for block in evaluator.plan.blocks:
         mine = [s for s in block.sites if s in sites]
+        if not mine:
+            continue
         belief = evaluator.beliefs[block.name]
         parts = [
             tuple(or_zeros(g, like) for g, like in zip(p[block.name], belief.tensors, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.ops.indexing import Vindex
 
-from pyro_cvi import CVI, AutoCVI
+from pyro_cvi import CVI, AutoCVI, CVIError
 
 D = torch.float64
 A = torch.tensor([[0.8, 0.2], [0.3, 0.7]], dtype=D)
@@ -192,3 +192,31 @@ def test_coupled_sites_that_are_no_chain_give_a_bound(model, log_joint, states):
     exact = evidence(log_joint, states)
     assert exact - 0.5 < -losses[-1] <= exact + 1e-12
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda z: z.sum(), lambda z: z.sum(-1, keepdim=True), lambda z: z.max(), lambda z: z.mean(),
+        lambda z: z @ torch.arange(4.0), lambda z: z.cumsum(0)[..., -1],
+    ],
+)  # fmt: skip
+def test_elements_of_a_plate_that_meet_outside_of_it_are_an_error(reduce):
+    def model(y):
+        with pyro.plate("p", 4):
+            z = pyro.sample("z", dist.Categorical(torch.tensor([0.5, 0.3, 0.2])))
+        pyro.sample("y", dist.Normal(reduce(z.double()), 1.0), obs=y)
+
+    with pytest.raises(CVIError, match="'z'"):
+        CVI(model, AutoCVI(model)).step(torch.tensor(8.0))
+
+
+def test_elements_of_a_plate_that_meet_inside_of_it_are_an_error():
+    def model(y):
+        with pyro.plate("p", 4):
+            z = pyro.sample("z", dist.Categorical(torch.tensor([0.5, 0.3, 0.2])))
+            total = z.double().sum(-1, keepdim=True)
+            pyro.sample("y", dist.Normal(total, 1.0), obs=y)
+
+    with pytest.raises(CVIError, match="all states are tried at once"):
+        CVI(model, AutoCVI(model)).step(torch.full((4,), 8.0))

@@ -54,7 +54,7 @@ def logistic() -> None:
     x = torch.linspace(-2, 2, 20, dtype=torch.float64)
     with pyro.plate("k", 3):
         w = pyro.sample("z", dist.Normal(0.0, 2.0))
-    logits = torch.stack([x * w[0] + w[1], w[2] * x.square(), 0 * x], -1)
+    logits = torch.stack([hidden(x * w[0] + w[1]), w[2] * x.square(), 0 * x], -1)
     with pyro.plate("n", 20):
         pyro.sample("y", dist.Categorical(logits=logits), obs=torch.arange(20) % 3)
 
@@ -305,3 +305,163 @@ def test_gradients_that_are_never_finite_are_an_error():
 
     with pytest.raises(CVIError, match="'z'.*not finite"):
         CVI(model, AutoCVI(model)).run(num_steps=50)
+
+
+def test_residuals_that_are_clearly_negative_are_not_near() -> None:
+    """Draws with heavy tails may make them so; near is near zero on both sides."""
+    clouds = {"near": (0.0, True), "far above": (1.0, False), "far below": (-1.0, False)}
+    for shift, expected in clouds.values():
+        averaging = Averaging(scalars=3)
+        for i in range(12):
+            averaging.observe(shift + 1e-5 * (-1) ** i, 1e-5, 0.5)
+        assert averaging.is_near is expected
+
+
+def test_few_residuals_that_agree_by_accident_are_not_near() -> None:
+    averaging = Averaging(scalars=2)
+    for _ in range(12):
+        averaging.observe(1e-5, 0.02, 0.5)  # the noise says that they are known to 0.01 only
+    assert not averaging.is_near
+
+
+def test_a_wide_gaussian_block_has_independent_halves() -> None:
+    """Of 12 scalars the residual has no bias either: directions are orthogonal within a half only."""
+    x = torch.randn(40, 12)
+    y = (x @ torch.randn(12) > 0).double()
+
+    def model(y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+        logits = (x @ w).sort().values[(x @ w).argsort().argsort()]  # no rule follows a sort
+        with pyro.plate("data", 40):
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    def same(y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+        with pyro.plate("data", 40):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    exact = AutoCVI(same)
+    steps = CVI(same, exact)
+    steps.step(y)
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    guide.prepare(model, (y,), {})
+    belief = exact.belief(exact.plan.blocks[0])
+    guide.set_belief(guide.plan.blocks[0], belief)
+    # The true distance, by quadrature.
+    evaluator = Evaluator(exact.plan, exact.beliefs())
+    d = belief.direction(evaluator.message(exact.plan.blocks[0]))
+    true = float(belief.inner(d, d).sum())
+    sampled = Evaluator(guide.plan, guide.beliefs())
+    sampler = cvi._sampler(guide.prepared, (y,), {})
+    found = []
+    for _ in range(60):
+        estimate = sampler.estimate(sampled, {}, groups=2)
+        directions = cvi._sweeper._directions(sampled, list(guide.plan.blocks), estimate)
+        found.append(_distance(sampled.beliefs, directions)[0])
+    mean, error = np.mean(found), np.std(found) / len(found) ** 0.5
+    assert abs(mean - true) < 4 * error
+    assert error < 0.5 * true + 0.1
+
+
+def test_a_prior_behind_what_is_sampled_still_counts() -> None:
+    """z ~ Normal(0, a + b): the sum is sampled, and z hears of it."""
+    y = torch.randn(40) * 0.5
+
+    def model(y: Tensor) -> None:
+        a = pyro.sample("a", dist.Gamma(2.0, 20.0))
+        b = pyro.sample("b", dist.Gamma(2.0, 20.0))
+        with pyro.plate("data", 40):
+            z = pyro.sample("z", dist.Normal(0.0, a + b))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide, seed=0)
+    cvi.run(y, num_steps=200)
+    assert ("z", "z") in {(e.factor, e.site) for e in cvi.explain().edges}
+    q, c = guide.posterior("z"), {n: guide.posterior(n) for n in "ab"}
+    draws = c["a"].sample((20000,)) + c["b"].sample((20000,))
+    precision = 1 + float((draws**-2).mean())
+    torch.testing.assert_close(q.variance, torch.full((40,), 1 / precision), rtol=0.1, atol=0)
+    torch.testing.assert_close(q.mean, y / precision, rtol=0.1, atol=1e-3)
+
+
+def test_a_dirichlet_whose_concentration_is_a_multiple_of_a_latent_counts_it() -> None:
+    counts = torch.tensor([[3.0, 5.0, 12.0], [1.0, 9.0, 10.0]])
+
+    def model(c: Tensor) -> None:
+        b = pyro.sample("b", dist.Dirichlet(torch.ones(3)))
+        with pyro.plate("data", 2):
+            t = pyro.sample("t", dist.Dirichlet(10 * b))
+            pyro.sample("c", dist.Multinomial(20, probs=t, validate_args=False), obs=c)
+
+    guide = AutoCVI(model)
+    CVI(model, guide, seed=0).run(counts)
+    expected = counts + 10 * guide.posterior("b").mean
+    torch.testing.assert_close(guide.posterior("t").concentration, expected, rtol=0.02, atol=0)
+
+
+def test_a_seed_fixes_the_fit_whatever_the_global_state() -> None:
+    x = dist.Poisson(torch.ones(12, 5)).sample()
+
+    def model(x: Tensor) -> None:
+        w = pyro.sample("w", dist.Gamma(0.5 * torch.ones(2, 5), 0.5).to_event(2))
+        with pyro.plate("rows", 12):
+            z = pyro.sample("z", dist.Gamma(0.5 * torch.ones(2), 0.5).to_event(1))
+            pyro.sample("x", dist.Poisson(z @ w).to_event(1), obs=x)
+
+    found = []
+    for s in (0, 1):
+        pyro.set_rng_seed(s)
+        guide = AutoCVI(model)
+        cvi = CVI(model, guide, seed=3)
+        state = torch.get_rng_state()
+        cvi.run(x, num_steps=8)
+        assert torch.equal(state, torch.get_rng_state())
+        found.append(guide.median()["w"])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_local_posteriors_of_sampled_sites_are_at_their_optimum() -> None:
+    """Those of the rows of the fit are the fitted ones, to a small part of a nat for each."""
+    w = torch.tensor([1.0, 2.0, 0.5])
+    x = dist.Poisson(dist.Gamma(1.0, 1.0).sample((30, 3)) @ w).sample()
+
+    def model(x: Tensor) -> None:
+        t = pyro.sample("t", dist.Gamma(20.0, 20.0))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Gamma(torch.ones(3), 1.0).to_event(1))
+            pyro.sample("x", dist.Poisson(t * (z * w).sum(-1)), obs=x)
+
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide, seed=0)
+    cvi.run(x, num_steps=300)
+    local = cvi.local_posteriors(x, plates=["rows"])
+    q, p = (g.posterior("z").base_dist for g in (guide, local))
+    assert float(torch.distributions.kl_divergence(p, q).sum()) / x.numel() < 0.05
+    whole, again = cvi.evaluate_loss(x), CVI(model, local).evaluate_loss(x)
+    assert again == pytest.approx(whole, abs=0.1 * x.numel())
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"seed": True}, "seed"), ({"seed": 2**70}, "seed"), ({"seed": -1}, "seed"),
+        ({"antithetic": "no"}, "antithetic"), ({"num_samples": 2.5}, "num_samples"),
+    ],
+)  # fmt: skip
+def test_options_of_the_wrong_kind_are_named(options: dict, what: str) -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(CVIError, match=what):
+        CVI(model, AutoCVI(model), **options)
+
+
+@pytest.mark.parametrize("options", [{"num_steps": 2.5}, {"num_restarts": 1.5}, {"tol": math.nan}])
+def test_arguments_of_a_run_of_the_wrong_kind_are_named(options: dict) -> None:
+    def model() -> None:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(CVIError, match=next(iter(options))):
+        CVI(model, AutoCVI(model)).run(**options)

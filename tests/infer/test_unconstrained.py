@@ -371,3 +371,51 @@ def test_eight_schools_without_centring_is_fitted_without_sampling():
     assert float(mu.stddev) == pytest.approx(float(sd), rel=0.1)
     assert float(((eta.mean - eta_mean) / eta_sd).abs().max()) < 0.1
     torch.testing.assert_close(eta.stddev, eta_sd, rtol=0.1, atol=0)
+
+
+TRANSFORMED = {
+    "stretched Uniform": (dist.Uniform(0.0, 1.0), (0.0, 2.0), (0.0, 2.0)),
+    "shifted Exponential": (dist.Exponential(1.0), (0.2, 2.0), (0.2, 30.0)),
+    "mirrored Gamma": (dist.Gamma(2.0, 1.0), (1.0, -0.5), (-30.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_the_support_of_a_transformed_prior_is_that_of_its_base(name):
+    """torch says that it is real: q is inside all the same, and near the posterior on a grid."""
+    base, (loc, scale), (low, high) = TRANSFORMED[name]
+    prior = dist.TransformedDistribution(base, [dist.transforms.AffineTransform(loc, scale)])
+    y = torch.tensor([0.4, 0.9, 0.7, 0.1])
+
+    def model(y):
+        x = pyro.sample("x", prior)
+        pyro.sample("y", dist.Normal(x, 0.8).expand([4]).to_event(1), obs=y)
+
+    guide = AutoCVI(model)
+    assert CVI(model, guide).run(y).converged
+    draws = guide.posterior("x").sample((2000,))
+    assert bool(((draws > low) & (draws < high)).all())
+    x = torch.linspace(low + 1e-9, high - 1e-9, 200_001)
+    log_p = prior.log_prob(x) + dist.Normal(x[:, None], 0.8).log_prob(y).sum(-1)
+    weight = log_p.softmax(0)
+    mean = float((weight * x).sum())
+    sd = float((weight * (x - mean) ** 2).sum().sqrt())
+    q = guide.posterior("x")
+    assert abs(float(q.mean) - mean) < 0.1 * sd
+    assert float(q.variance.sqrt()) == pytest.approx(sd, rel=0.15)
+
+
+def test_quantiles_of_a_simplex_are_those_of_draws():
+    def model():
+        s = pyro.sample("s", dist.LogisticNormal(torch.zeros(2), torch.ones(2)))
+        pyro.sample("y", dist.Normal(s[..., 0], 0.3), obs=torch.tensor(0.6))
+
+    guide = AutoCVI(model)
+    CVI(model, guide, seed=0).run()
+    draws = torch.stack([guide()["s"] for _ in range(3000)])
+    levels = [0.05, 0.5, 0.95]
+    found = guide.quantiles(levels)["s"]
+    torch.testing.assert_close(
+        found, draws.quantile(torch.tensor(levels), dim=0), atol=0.04, rtol=0
+    )
+    torch.testing.assert_close(guide.median()["s"].sum(), torch.tensor(1.0))
