@@ -325,8 +325,8 @@ def warm_up() -> None:
 # --- the script -------------------------------------------------------------------------------
 
 COMPETITORS = {
-    "bayespy": "bayespy", "hmmlearn": "hmmlearn", "jax": "jax", "numpyro": "numpyro",
-    "sklearn": "scikit-learn",
+    "bayespy": "bayespy", "dynamax": "dynamax", "gpytorch": "gpytorch", "hmmlearn": "hmmlearn",
+    "jax": "jax", "numpyro": "numpyro", "sklearn": "scikit-learn",
 }  # fmt: skip
 """Packages of the extra `bench`, by the name under which they are imported."""
 

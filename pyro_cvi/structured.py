@@ -272,6 +272,9 @@ class ProcessBelief(StructuredBelief):
         spec = self.spec
         across = torch.zeros_like(slopes)
         rest = slopes - self.coefficients
+        if not len(spec.open):  # (I + Lambda G)^-1 = I - Lambda Cov(eta)
+            seen = parts.half.mT @ (parts.half @ rest)
+            return g_loc, rest - spec.times(parts.curvature, seen)
         if len(spec.open):
             u = (g_loc + spec.open_design.mT @ slopes) / parts.precision
             across = across + spec.open_design @ u
