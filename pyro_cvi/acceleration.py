@@ -20,6 +20,8 @@ from pyro_cvi.updates import Belief
 __all__ = ["Anderson"]
 
 _MEMORY = 7
+_LARGEST = 1 << 20
+"""Most scalars of all beliefs that move: those of the last sweeps are held in memory."""
 _CREEPING = 0.05
 """A sweep that gains less than this share of the one before it converges fast enough by itself."""
 _RIDGE = 1e-10
@@ -43,6 +45,8 @@ class Anderson:
         `targets` are the beliefs after a full step each, `bound` is that of the plain sweep.
         """
         moved = {n: b for n, b in targets.items() if b is not before[n]}
+        if sum(t.numel() for b in moved.values() for t in b.tensors) > _LARGEST:
+            return None
         if self._pairs and moved.keys() != self._pairs[-1][1].keys():
             self._pairs.clear()
         self._pairs.append(({n: before[n] for n in moved}, moved))

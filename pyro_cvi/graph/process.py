@@ -33,6 +33,8 @@ _WIDE = 200
 """Fewest scalars of a block with a diagonal prior for which the form is looked for."""
 _RATIO = 1.5
 """Scalars for each predictor from which on it is the cheaper one."""
+_ROWS = 2
+"""Most predictors for each scalar of a prior that is kept as a covariance."""
 _LARGEST = 12_000
 """Most predictors: a matrix of all pairs of them is held."""
 
@@ -132,7 +134,8 @@ class _Builder:
         )
         rows += len(columns)
         wide = size > _WIDE and size > _RATIO * rows
-        if not rows or rows > _LARGEST or not (wide or self.closed or kept):
+        kernel = bool(self.closed) and rows <= _ROWS * size
+        if not rows or rows > _LARGEST or not (wide or kernel or kept):
             return None
         return self._assembled(touching, found, columns)
 
