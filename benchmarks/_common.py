@@ -45,6 +45,7 @@ REFERENCE = {
     "a7a": Reference(5.0, 5419.249, 0.46562),
     "breast_cancer_scale": Reference(1.0, 38.6126, 0.13790),
     "australian_scale": Reference(1e-5, 195.2064, 0.47592),
+    "colon_cancer": Reference(596.3623, 22.8538, 0.69382),
     "covtype": Reference(0.002, 149590.6057, 0.7403),
 }
 
