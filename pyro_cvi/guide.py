@@ -230,9 +230,14 @@ class AutoCVI(AutoGuide):
         }
 
     def _follow(self, new: Prepared) -> None:
-        """Of other data a process has other predictors: its pseudo-observations start anew."""
+        """Of other data a process has other predictors: its pseudo-observations start anew.
+
+        Where only its prior has changed, by parameters that were learnt, they stay and the mean follows.
+        """
         for block in new.plan.blocks:
             if block.form is None:
+                continue
+            if self._follows_its_prior(block):
                 continue
             names = _buffer_names(block)
             if all(n in self._buffers for n in names):
@@ -249,6 +254,34 @@ class AutoCVI(AutoGuide):
                 del self._buffers[n]
             for n, tensor in kept.items():
                 self.register_buffer(n, tensor.detach().clone().contiguous())
+
+    def _follows_its_prior(self, block: Block) -> bool:
+        """Adapt a process to another prior; whether it is the same but for that."""
+        before = None if self._prepared is None else self._prepared.plan
+        old = next((b for b in before.blocks if b.name == block.name), None) if before else None
+        if old is None or not isinstance(old.form, Process) or not isinstance(block.form, Process):
+            return False
+        was, now = old.form.predictors, block.form.predictors
+        same = [was.design, was.open, was.closed]
+        others = [now.design, now.open, now.closed]
+        if any(
+            a.shape != b.shape or not torch.equal(a, b) for a, b in zip(same, others, strict=True)
+        ):
+            return False
+        if (was.widths, was.counts) != (now.widths, now.counts):
+            return False
+        known = [was.prior_loc, was.prior_tril]
+        if all(
+            torch.equal(a, b) for a, b in zip(known, [now.prior_loc, now.prior_tril], strict=True)
+        ):
+            return True
+        belief = self.belief(old)
+        assert isinstance(belief, ProcessBelief)
+        with torch.no_grad():
+            moved = belief.on(now)
+        for name, tensor in zip(_buffer_names(block), moved.tensors, strict=True):
+            self.register_buffer(name, tensor.detach().clone().contiguous())
+        return True
 
     def _begin(self, new: Prepared) -> None:
         for name, tensor in self._starting_buffers(new).items():

@@ -184,7 +184,10 @@ class ProcessBelief(StructuredBelief):
         These are N(xi | eta), of natural parameters xi = a + Lambda E eta and Lambda; open scalars, if
         there are any, keep loc and P. Source: V. Adam et al. (2021), arXiv 2111.03412.
         """
-        spec = replace(self.spec, prior_loc=loc, prior_tril=tril)
+        return self.on(replace(self.spec, prior_loc=loc, prior_tril=tril))
+
+    def on(self, spec: Predictors) -> ProcessBelief:
+        """The same pseudo-observations with another prior, and of other predictors: see `with_prior`."""
         parts = LowRank(spec, self.precision, self.curvature)
         first = self.coefficients + self.spec.times(self.curvature, self.predictors)
         known = spec.offset

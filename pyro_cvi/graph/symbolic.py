@@ -584,7 +584,7 @@ def parameter_dtype(fn: Any) -> torch.dtype | None:
 
 
 def fill_masked(value: Any, mask: Tensor, fn: Any) -> Any:
-    """Masked cells may hold NaN: give them the value of a cell that counts."""
+    """Masked cells may hold NaN: give them the value of a cell that counts, or one of their support."""
     if isinstance(value, LatentTensor) or not isinstance(value, Tensor):
         return value
     if bool(mask.all()) or not bool(mask.any()):
@@ -596,4 +596,16 @@ def fill_masked(value: Any, mask: Tensor, fn: Any) -> Any:
     wide, where = value.expand(*batch, *event), mask.expand(batch)
     first = int(where.reshape(-1).nonzero()[0])
     filler = wide.reshape(math.prod(batch), *event)[first]
-    return torch.where(where.reshape(*batch, *([1] * event_dim)), wide, filler)
+    filled = torch.where(where.reshape(*batch, *([1] * event_dim)), wide, filler)
+    try:
+        inside = fn.support.check(filled)
+    except (NotImplementedError, RuntimeError):
+        return filled
+    if bool(inside.all()):
+        return filled
+    with torch.no_grad():  # supports that differ from cell to cell, as those of counts out of n
+        drawn = fn.expand(batch).sample().to(filled.dtype)
+    kept = (
+        inside.expand(batch) | where
+    )  # a value of the data outside of the support is an error elsewhere
+    return torch.where(kept.reshape(*batch, *([1] * event_dim)), filled, drawn)

@@ -320,3 +320,53 @@ def test_float32(name: str) -> None:
     for s in sites:
         q, r = guide.posterior(s), reference.posterior(s)
         assert float(((q.mean - r.mean) / r.variance.sqrt()).abs().max()) < 0.05
+
+
+def test_two_kernels_are_learnt_without_losing_the_posterior() -> None:
+    """After the parameters have moved, the posterior is that of the same pseudo-observations."""
+    y = data() + torch.exp(-1 + 0.5 * T) * torch.cos(53 * torch.arange(60.0))
+
+    def model(y: Tensor) -> None:
+        values = {}
+        for name, level in (("f", 0.0), ("g", -1.0)):
+            s = pyro.param(f"s_{name}", torch.tensor(1.0), constraint=dist.constraints.positive)
+            k = s**2 * torch.exp(-0.5 * (T[:, None] - T) ** 2 / 0.3) + 1e-6 * torch.eye(60)
+            values[name] = pyro.sample(name, dist.MultivariateNormal(level * torch.ones(60), k))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(values["f"], values["g"].exp()), obs=y)
+
+    cvi = CVI(model, AutoCVI(model), pyro.optim.Adam({"lr": 0.1, "betas": (0.8, 0.9)}))
+    losses = [cvi.step(y) for _ in range(60)]
+    assert all(b < a + 0.5 for a, b in zip(losses[3:], losses[4:], strict=False))
+    with torch.no_grad():
+        held = {n: pyro.param(n).detach() for n in ("s_f", "s_g")}
+
+    def fixed(y: Tensor) -> None:
+        values = {}
+        for name, level in (("f", 0.0), ("g", -1.0)):
+            k = held[f"s_{name}"] ** 2 * torch.exp(-0.5 * (T[:, None] - T) ** 2 / 0.3)
+            law = dist.MultivariateNormal(level * torch.ones(60), k + 1e-6 * torch.eye(60))
+            values[name] = pyro.sample(name, law)
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(values["f"], values["g"].exp()), obs=y)
+
+    best = CVI(fixed, AutoCVI(fixed)).run(y).losses[-1]
+    assert losses[-1] == pytest.approx(best, abs=0.05)
+
+
+def test_masked_counts_out_of_different_totals() -> None:
+    n, y = torch.tensor([10.0, 3.0, 25.0]), torch.tensor([8.0, 1.0, 20.0])
+    mask = torch.tensor([True, False, True])
+
+    def model(n: Tensor, y: Tensor, mask: Tensor) -> None:
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)), pyro.poutine.mask(mask=mask):
+            pyro.sample("y", dist.Binomial(n, logits=b.expand(len(y))), obs=y)
+
+    guides = []
+    for rows in (torch.arange(3), torch.tensor([0, 2])):
+        guide = AutoCVI(model)
+        CVI(model, guide).run(n[rows], y[rows], mask[rows], tol=1e-12)
+        guides.append(guide.posterior("b"))
+    torch.testing.assert_close(guides[0].mean, guides[1].mean)
+    torch.testing.assert_close(guides[0].variance, guides[1].variance)
