@@ -583,6 +583,16 @@ def parameter_dtype(fn: Any) -> torch.dtype | None:
     return None
 
 
+def _inner_value(support: Any) -> Any:
+    """A value inside of a support that may differ from cell to cell, as that of counts out of n."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    low, high = (getattr(support, n, None) for n in ("lower_bound", "upper_bound"))
+    if low is None or support.is_discrete:
+        return low
+    return None if high is None else (low + high) / 2
+
+
 def fill_masked(value: Any, mask: Tensor, fn: Any) -> Any:
     """Masked cells may hold NaN: give them the value of a cell that counts, or one of their support."""
     if isinstance(value, LatentTensor) or not isinstance(value, Tensor):
@@ -601,10 +611,10 @@ def fill_masked(value: Any, mask: Tensor, fn: Any) -> Any:
         inside = fn.support.check(filled)
     except (NotImplementedError, RuntimeError):
         return filled
-    if bool(inside.all()):
+    own = _inner_value(fn.support)
+    if bool(inside.all()) or own is None:
         return filled
-    with torch.no_grad():  # supports that differ from cell to cell, as those of counts out of n
-        drawn = fn.expand(batch).sample().to(filled.dtype)
+    drawn = torch.as_tensor(own, dtype=filled.dtype, device=filled.device)
     kept = (
         inside.expand(batch) | where
     )  # a value of the data outside of the support is an error elsewhere
