@@ -370,3 +370,64 @@ def test_masked_counts_out_of_different_totals() -> None:
         guides.append(guide.posterior("b"))
     torch.testing.assert_close(guides[0].mean, guides[1].mean)
     torch.testing.assert_close(guides[0].variance, guides[1].variance)
+
+
+def test_a_correlated_topic_model_needs_no_draws() -> None:
+    """Softmax of a Gaussian with a latent mean and a latent Wishart precision, and enumerated words."""
+    k, terms, docs, words = 3, 12, 30, 20
+    topics = dist.Dirichlet(0.2 * torch.ones(terms)).sample((k,))
+    z = dist.Categorical(torch.randn(docs, k).softmax(-1)).sample((words,))
+    w = dist.Categorical(topics[z]).sample()
+
+    def model(w: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0).expand([k]).to_event(1))
+        p = pyro.sample("P", dist.Wishart(torch.tensor(k + 2.0), torch.eye(k) / (k + 2)))
+        with pyro.plate("topics", k):
+            beta = pyro.sample("beta", dist.Dirichlet(0.2 * torch.ones(terms)))
+        with pyro.plate("docs", docs):
+            eta = pyro.sample("eta", dist.MultivariateNormal(mu, precision_matrix=p))
+            with pyro.plate("words", words):
+                z = pyro.sample("z", dist.Categorical(logits=eta))
+                pyro.sample("w", dist.Categorical(beta[z]), obs=w)
+
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    result = cvi.run(w, num_steps=60)
+    assert {e.how for e in cvi.explain().edges} == {"exact", "quadrature"}
+    pairs = zip(result.losses, result.losses[1:], strict=False)
+    assert max(b - a for a, b in pairs) <= 1e-7
+    values = []
+    for _ in range(300):
+        q = pyro.poutine.trace(guide).get_trace(w)
+        p = pyro.poutine.trace(pyro.poutine.replay(model, q)).get_trace(w)
+        values.append(float(q.log_prob_sum() - p.log_prob_sum()))
+    found = torch.tensor(values)
+    assert (
+        abs(float(found.mean()) - result.losses[-1])
+        < 4 * float(found.std()) / math.sqrt(300) + 1e-2
+    )
+
+
+def test_kernels_of_pyro_are_learnt() -> None:
+    """`pyro.contrib.gp.kernels` are modules: their parameters come through `pyro.module`."""
+    from pyro.contrib.gp.kernels import Matern52
+
+    kernel = Matern52(input_dim=1, variance=torch.tensor(0.2), lengthscale=torch.tensor(2.0))
+
+    def model(y: Tensor) -> None:
+        pyro.module("kernel", kernel)
+        cov = kernel(T) + 1e-6 * torch.eye(60)
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), cov))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    def evidence() -> float:
+        with torch.no_grad():
+            cov = kernel(T) + (0.09 + 1e-6) * torch.eye(60)
+            return float(dist.MultivariateNormal(torch.zeros(60), cov).log_prob(data()))
+
+    before = evidence()
+    cvi = CVI(model, AutoCVI(model), pyro.optim.Adam({"lr": 0.05}))
+    losses = [cvi.step(data()) for _ in range(80)]
+    assert -losses[-1] == pytest.approx(evidence(), abs=0.01)
+    assert evidence() > before + 3
