@@ -146,6 +146,7 @@ class _Level(NamedTuple):
     """What eliminating the odd nodes of one level leaves: factors, and weights on their neighbours."""
 
     factor: Tensor
+    inverse: Tensor
     left: Tensor
     right: Tensor
     edge: Tensor
@@ -162,12 +163,16 @@ class Factorised:
         while node.shape[1] > 1:
             node, step, edge, border = self._halved(node, step, edge, border)
         factor = self._cholesky(node)
-        weight = torch.cholesky_solve(edge, factor)
+        inverse = _inverse(factor)
+        weight = inverse @ edge
         border = border - (edge.mT @ weight).sum((0, 1))
-        self.last = _Level(factor, weight, weight, weight, 1)
+        self.last = _Level(factor, inverse, weight, weight, weight, 1)
         self.border = self._cholesky(border)
 
     def _cholesky(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == 1 and x.ndim > 2:  # scalars by the hundred thousand: no calls of LAPACK
+            self.proper = self.proper and bool((x > 0).all()) and bool(x.isfinite().all())
+            return x.clamp(min=0).sqrt()
         found = torch.linalg.cholesky_ex(x)
         self.proper = self.proper and not bool(found.info.any()) and bool(found.L.isfinite().all())
         return found.L
@@ -182,10 +187,9 @@ class Factorised:
         if count % 2 == 0:  # the last odd node has no right neighbour
             to_right = torch.cat([to_right, torch.zeros_like(to_left[:, :1])], 1)
         own = edge[:, 1::2]
-        left = torch.cholesky_solve(to_left, factor)
-        right = torch.cholesky_solve(to_right, factor)
-        rest = torch.cholesky_solve(own, factor)
-        self.levels.append(_Level(factor, left, right, rest, count))
+        inverse = _inverse(factor)
+        left, right, rest = inverse @ to_left, inverse @ to_right, inverse @ own
+        self.levels.append(_Level(factor, inverse, left, right, rest, count))
         n = (count + 1) // 2
         new_node, new_edge = node[:, ::2].clone(), edge[:, ::2].clone()
         k = left.shape[1]  # odd nodes; those with a right neighbour are the first n - 1
@@ -215,9 +219,9 @@ class Factorised:
             x[:, 1:] -= level.right[:, : n - 1].mT @ own[:, : n - 1]
         b = b - (self.last.edge.mT @ x).sum((0, 1))
         b = torch.cholesky_solve(b, self.border)
-        x = torch.cholesky_solve(x, self.last.factor) - self.last.edge @ b
+        x = self.last.inverse @ x - self.last.edge @ b
         for level, own in zip(reversed(self.levels), reversed(odd), strict=True):
-            value = torch.cholesky_solve(own, level.factor)
+            value = level.inverse @ own
             x = _interleaved(x, value - _weighted(level, x) - level.edge @ b)
         return x, b
 
@@ -225,23 +229,24 @@ class Factorised:
         """The blocks of S^-1 on the pattern."""
         border = torch.cholesky_inverse(self.border)
         edge = -self.last.edge @ border
-        node = torch.cholesky_inverse(self.last.factor) - edge @ self.last.edge.mT
+        node = self.last.inverse - edge @ self.last.edge.mT
         step = node[:, :0]
         for level in reversed(self.levels):
             k, n = level.left.shape[1], node.shape[1]
             some = slice(0, n - 1)
-            to_left = level.left @ node[:, :k] + level.edge @ edge[:, :k].mT
+            to_left = level.left @ node[:, :k]
             to_left[:, some] += level.right[:, some] @ step.mT
             to_right = level.left[:, some] @ step + level.right[:, some] @ node[:, 1:]
-            to_right = -(to_right + level.edge[:, some] @ edge[:, 1:].mT)
-            to_left = -to_left
-            own_edge = -(_weighted(level, edge) + level.edge @ border)
-            own = (
-                torch.cholesky_inverse(level.factor)
-                - to_left @ level.left.mT
-                - own_edge @ level.edge.mT
-            )
-            own[:, some] -= to_right @ level.right[:, some].mT
+            own_edge = _weighted(level, edge)
+            if border.numel():
+                to_left += level.edge @ edge[:, :k].mT
+                to_right += level.edge[:, some] @ edge[:, 1:].mT
+                own_edge += level.edge @ border
+            own = level.inverse + to_left @ level.left.mT
+            own[:, some] += to_right @ level.right[:, some].mT
+            if border.numel():
+                own += own_edge @ level.edge.mT
+            to_left, to_right, own_edge = -to_left, -to_right, -own_edge
             node, edge = _interleaved(node, own), _interleaved(edge, own_edge)
             step = _interleaved(to_left.mT, to_right)
         return Blocks((node + node.mT) / 2, step, edge, border)
@@ -255,6 +260,14 @@ class Factorised:
             mean = _weighted(level, x.unsqueeze(-1)).squeeze(-1) + level.edge @ b
             x = _interleaved(x, value - mean)
         return x, b
+
+
+def _inverse(factor: Tensor) -> Tensor:
+    """(L L^T)^-1 of small matrices."""
+    if factor.shape[-1] == 1:
+        return factor.square().reciprocal()
+    result: Tensor = torch.cholesky_inverse(factor)
+    return result
 
 
 def _noise(factor: Tensor) -> Tensor:
