@@ -50,7 +50,7 @@ __all__ = ["Expectation", "How", "compile_expectation"]
 
 
 _MOST_PREDICTORS = 16
-"""Scalar predictors in one function beyond which it is sampled."""
+"""Scalar predictors of a softmax beyond which it is sampled; of other functions, two."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,8 @@ def _why(o: Operand) -> str:
         )
         if others:
             return f"'{o.name}' of '{others[0]}', which is not Gaussian"
-        return f"'{o.name}' of more than {_MOST_PREDICTORS} scalar predictors"
+        most = _MOST_PREDICTORS if o.name == "logsumexp" else "two"
+        return f"'{o.name}' of more than {most} scalar predictors"
     if isinstance(o, Group):
         for t in o.expression.terms:
             for p in t.operands:
@@ -564,11 +565,13 @@ def _quadrature(
         return _FamilyQuadrature(flat, one, structure, axes, shape, learn)
     found: list[tuple[Expression, Affine]] = []
     canonical = _find_predictors(flat, structure, found)
-    if canonical is None or not 1 <= len(found) <= _MOST_PREDICTORS:
+    links = {o.name for o in _leaves(whole) if isinstance(o, Link)}
+    most = _MOST_PREDICTORS if "logsumexp" in links else 2
+    if canonical is None or not 1 <= len(found) <= most:
         return None
     counts = {1: "one scalar predictor", 2: "two scalar predictors"}
     count = counts.get(len(found), f"{len(found)} predictors, by quasi Monte Carlo")
-    names = ", ".join(sorted({o.name for o in _leaves(whole) if isinstance(o, Link)}))
+    names = ", ".join(sorted(links))
     reason = f"a function ({names}) of {count}" if names else f"a polynomial of {count}"
     result.note(whole.sites, "quadrature", reason)
     return _Quadrature(canonical, found, structure, axes, shape, learn)
@@ -708,14 +711,18 @@ def _canonical(
     return _shifted(e, base, 1.0)
 
 
+def _is_one_number(x: Tensor) -> bool:
+    fixed = not x.requires_grad and x.numel() > 0
+    return fixed and bool((x == x.reshape(-1)[0]).all())
+
+
 def _without_masks(terms: tuple[Term, ...]) -> tuple[Term, ...]:
     """Without constants that are the same in every cell: slices of a stack come with ones and zeros."""
     result = []
     for t in terms:
         coefficient, operands = t.coefficient, []
         for o in t.operands:
-            alike = isinstance(o, Const) and not t.contracted and o.tensor.numel() > 0
-            if alike and isinstance(o, Const) and bool((o.tensor == o.tensor.reshape(-1)[0]).all()):
+            if isinstance(o, Const) and not t.contracted and _is_one_number(o.tensor):
                 coefficient *= float(o.tensor.reshape(-1)[0])
             else:
                 operands.append(o)
