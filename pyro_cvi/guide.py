@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import log_jacobian
+from pyro_cvi.graph.blocks import Form
 from pyro_cvi.graph.chain import Chain
 from pyro_cvi.graph.initial import initial_belief, located_points
 from pyro_cvi.graph.plan import Block, Plan
@@ -181,11 +183,12 @@ class AutoCVI(AutoGuide):
         chosen: Window | None = None,
         *,
         unchanged: bool = False,
+        fitting: bool = True,
     ) -> Prepared:
         """Analyse `model` on its arguments, or find that the last analysis still holds.
 
         `chosen` are the elements for subsampled plates that would draw theirs. With `unchanged` the
-        caller vouches for model and arguments.
+        caller vouches for model and arguments. Without `fitting` the posterior has to stay what it is.
         """
         old = self._prepared
         fixed = old is not None and not old.plan.learns and not old.plan.stochastic
@@ -197,7 +200,7 @@ class AutoCVI(AutoGuide):
         if old is None:
             self._adopt(new, model, args, kwargs)
         else:
-            self._follow(new)
+            self._follow(new, fitting)
         if self._model[0] is None:
             self._model = (model,)
         self._prepared = new
@@ -218,6 +221,10 @@ class AutoCVI(AutoGuide):
             self._start = located_points(latents, self.init_loc_fn, model, args, kwargs)
         if self._buffers:
             self._check_loaded(self._starting_buffers(new))
+            for block in new.plan.blocks:
+                form = block.form
+                if form is not None and int(self._buffers[_mark_name(block)]) != mark_of(form):
+                    raise _other_data(block)
             self._fitted = True
         else:
             self._begin(new)
@@ -229,37 +236,39 @@ class AutoCVI(AutoGuide):
             if frame.vectorized  # latents of a sequential plate are sites of their own
         }
 
-    def _follow(self, new: Prepared) -> None:
+    def _follow(self, new: Prepared, fitting: bool) -> None:
         """Of other data a process has other predictors: its pseudo-observations start anew.
 
         Where only its prior has changed, by parameters that were learnt, they stay and the mean follows.
         """
         for block in new.plan.blocks:
-            if block.form is None:
+            if block.form is None or self._is_as_before(block):
                 continue
-            if self._follows_its_prior(block):
-                continue
+            if not fitting:
+                raise _other_data(block)
             names = _buffer_names(block)
-            if all(n in self._buffers for n in names):
-                old = [self._buffers[n] for n in names]
-                fresh = initial_belief(new.plan, block, self._start).tensors
-                if [t.shape for t in old] == [t.shape for t in fresh]:
-                    continue
             fresh = initial_belief(new.plan, block, self._start).tensors
             kept = dict(zip(names, fresh, strict=True))
-            if _same_shape(self._buffers.get(names[0]), fresh[0]):
+            if isinstance(block.form, Process) and _same_shape(
+                self._buffers.get(names[0]), fresh[0]
+            ):
                 kept[names[0]] = self._buffers[names[0]]
             stem = names[0].removesuffix("loc")
             for n in [n for n in self._buffers if n.startswith(stem)]:
                 del self._buffers[n]
+            kept[_mark_name(block)] = torch.tensor(mark_of(block.form))
             for n, tensor in kept.items():
                 self.register_buffer(n, tensor.detach().clone().contiguous())
 
-    def _follows_its_prior(self, block: Block) -> bool:
-        """Adapt a process to another prior; whether it is the same but for that."""
+    def _is_as_before(self, block: Block) -> bool:
+        """Whether a block has the form that it had; a process adapts to another prior."""
         before = None if self._prepared is None else self._prepared.plan
         old = next((b for b in before.blocks if b.name == block.name), None) if before else None
-        if old is None or not isinstance(old.form, Process) or not isinstance(block.form, Process):
+        if old is None:
+            return False
+        if isinstance(old.form, Chain) and isinstance(block.form, Chain):
+            return mark_of(old.form) == mark_of(block.form)
+        if not isinstance(old.form, Process) or not isinstance(block.form, Process):
             return False
         was, now = old.form.predictors, block.form.predictors
         same = [was.design, was.open, was.closed]
@@ -296,6 +305,8 @@ class AutoCVI(AutoGuide):
                 tensors = block.placement.spread(tensors)
                 buffers[_seen_name(block)] = _none_seen(block)
             buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
+            if block.form is not None:
+                buffers[_mark_name(block)] = torch.tensor(mark_of(block.form))
         return buffers
 
     @contextmanager
@@ -771,6 +782,28 @@ def _buffer_names(block: Block) -> list[str]:
         widths = block.form.predictors.widths
         parts = ("loc", "precision", "coefficients", *(f"curvature_{w}" for w in widths))
     return [block.name.replace(".", "$$$") + _SEPARATOR + part for part in parts]
+
+
+def mark_of(form: Form) -> int:
+    """A checksum of what the numbers of a process or chain are about: its predictors, or its places."""
+    x = form.pattern.place if isinstance(form, Chain) else form.predictors.design
+    return zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes())
+
+
+def _mark_name(block: Block) -> str:
+    return block.name.replace(".", "$$$") + _SEPARATOR + "of"
+
+
+def _other_data(block: Block) -> CVIError:
+    return CVIError(
+        message(
+            f"block '{block.name}'",
+            f"its posterior is held as a {block.structure} over the data of the fit; these are others",
+            "the data of the fit",
+            "use CVI.log_predictive or pyro.infer.Predictive for other rows, and give a loaded guide "
+            "the data that it was fitted to first; step and run adapt it to new data",
+        )
+    )
 
 
 def _same_shape(known: Tensor | None, new: Tensor) -> bool:

@@ -243,7 +243,7 @@ class CVI:
         evaluator, random = self._evaluator, torch.get_rng_state()
         try:
             with torch.enable_grad(), self.guide.undone_on_error(always=True):
-                prepared = self.guide.prepare(self.model, args, kwargs)
+                prepared = self.guide.prepare(self.model, args, kwargs, fitting=False)
                 found = self._evaluator_for(prepared)
                 if prepared.has_local:
                     noisy = prepared.plan.noisy()
@@ -407,7 +407,7 @@ class CVI:
         if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 2:
             raise CVIError(f"num_groups is {num_groups!r}; expected an integer of at least 2")
         with torch.enable_grad(), self.guide.undone_on_error(always=True):
-            prepared = self.guide.prepare(self.model, args, kwargs)
+            prepared = self.guide.prepare(self.model, args, kwargs, fitting=False)
             sampler = self._sampler(prepared, args, kwargs)
             evaluator = Evaluator(prepared.plan, self.guide.beliefs())
             seed = self._sweeper.seed

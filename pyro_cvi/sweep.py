@@ -178,6 +178,7 @@ class Sweeper:
         holds elements that none before it held.
         """
         plan, before = prepared.plan, dict(evaluator.beliefs)
+        self._targets.clear()
         self.sampled_value = 0.0
         evaluator.temperature = self.temperature
         noisy = plan.noisy()
@@ -405,15 +406,13 @@ class Sweeper:
                         and rho == 1
                         and rise > _STEEP * (needed + weight * float(belief.kl(old)))
                     ):
-                        self._extend(evaluator, block, old, gradient, rise)
+                        self._extend(evaluator, block, old, gradient)
                     return
                 evaluator.restore(name, kept)
             rho /= 2
         self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
 
-    def _extend(
-        self, evaluator: Evaluator, block: Block, old: Belief, gradient: Gradient, rise: float
-    ) -> None:
+    def _extend(self, evaluator: Evaluator, block: Block, old: Belief, gradient: Gradient) -> None:
         """Go on in the direction of a full step for as long as the bound rises.
 
         A full step rises by the two KLs between its ends if the bound is linear along it, and by half of

@@ -7,9 +7,11 @@ covariance G = A C A^T = R R^T and one small symmetric matrix of pseudo-precisio
     B = I + R^T Lambda R,    Cov(eta) = R B^-1 R^T,    log det S = log det B - log det C,
     Q = (Lambda^-1 + G)^-1 = Lambda - Lambda Cov(eta) Lambda,    V = C - C A^T Q A C.
 
-S is positive definite just if B is, whatever the signs in Lambda. Nothing of size D x D is formed for
-open scalars. Source: C. E. Rasmussen, C. K. I. Williams (2006), Gaussian Processes for Machine Learning,
-section 3.4, for Lambda > 0.
+S is positive definite just if B is, whatever the signs in Lambda (and P > 0). Nothing of size D x D is
+formed for open scalars.
+
+Source: C. E. Rasmussen, C. K. I. Williams (2006), Gaussian Processes for Machine Learning, section 3.4,
+for Lambda > 0.
 """
 
 from __future__ import annotations
@@ -193,8 +195,10 @@ class LowRank:
         eye = torch.eye(spec.rows, dtype=self.kernel.dtype, device=self.kernel.device)
         lifted = spec.times(roots, eye)  # W, block diagonal
         b = eye + lifted.mT @ self.kernel @ lifted
-        factor = torch.linalg.cholesky(b)
-        result: Tensor = torch.linalg.solve_triangular(factor, lifted.mT, upper=False)
+        found = torch.linalg.cholesky_ex(b)
+        if bool(found.info):
+            return None
+        result: Tensor = torch.linalg.solve_triangular(found.L, lifted.mT, upper=False)
         return result
 
     def shrink(self, rows: Tensor) -> Tensor:

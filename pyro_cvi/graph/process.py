@@ -28,13 +28,17 @@ from pyro_cvi.graph.views import Coupling, NoViewError, Root, Viewed, couplings,
 __all__ = ["Process", "process_of"]
 
 _KERNEL = 50
-"""Fewest scalars of a prior that is kept as a covariance: smaller ones are inverted without harm."""
+"""Fewest scalars of a prior covariance that is not to be inverted; for smaller ones it does no harm."""
 _WIDE = 200
 """Fewest scalars of a block with a diagonal prior for which the form is looked for."""
 _RATIO = 1.5
 """Scalars for each predictor from which on it is the cheaper one."""
 _ROWS = 2
 """Most predictors for each scalar of a prior that is kept as a covariance."""
+_FEW = 500
+"""Predictors that cost nothing, however many for each scalar."""
+_BATCHED = 600
+"""Most scalars of a plate of such priors: beyond, each is a Gaussian of its own."""
 _LARGEST = 12_000
 """Most predictors: a matrix of all pairs of them is held."""
 
@@ -75,8 +79,12 @@ def process_of(
     """
     size = sum(math.prod(latents[s].shape) for s in sites)
     closed = [s for s in sites if _is_kernel(latents[s], factors)]
-    if not kept and not closed and size <= _WIDE:
+    large = [s for s in closed if latents[s].shape[-1] >= _KERNEL]
+    if not kept and not large and size <= _WIDE:
         return None
+    batched = any(math.prod(latents[s].shape[:-1]) > 1 for s in closed)
+    if not kept and batched and size > _BATCHED:
+        return None  # small Gaussians of their own cost less than all of them in one
     try:
         return _Builder(name, sites, latents, closed).build(factors, size, kept)
     except NoViewError:
@@ -91,8 +99,7 @@ def _is_kernel(latent: Latent, factors: Sequence[Factor]) -> bool:
     own = [f for f in factors if f.name == latent.name]
     if len(own) != 1 or own[0].expression.sites != {latent.name} or own[0].forced:
         return False
-    whole = not isinstance(own[0].weight, Tensor) and own[0].weight == 1 and not own[0].enumerated
-    return whole and latent.shape[-1] >= _KERNEL
+    return not isinstance(own[0].weight, Tensor) and own[0].weight == 1 and not own[0].enumerated
 
 
 class _Builder:
@@ -126,6 +133,13 @@ class _Builder:
             raise NoViewError("a value that left the algebra")
         touching = [f for f in touching if f.name not in self.closed]
         found = [[self._reads(c) for c in couplings(f.expression, names)] for f in touching]
+        alone = {
+            f.name
+            for f, reads in zip(touching, found, strict=True)
+            if not isinstance(f.weight, Tensor) and all(r is None for r in reads)
+        }
+        if any(s not in alone for s in self.sites if s not in self.closed):
+            raise NoViewError("a prior that joins scalars")  # the diagonal P is to be positive
         rows = sum(len(m) for m, _ in self.designs)
         columns = (
             torch.unique(torch.cat(self.selected))
@@ -134,7 +148,8 @@ class _Builder:
         )
         rows += len(columns)
         wide = size > _WIDE and size > _RATIO * rows
-        kernel = bool(self.closed) and rows <= _ROWS * size
+        large = any(self.latents[s].shape[-1] >= _KERNEL for s in self.closed)
+        kernel = large and (rows <= _ROWS * size or rows <= _FEW)
         if not rows or rows > _LARGEST or not (wide or kernel or kept):
             return None
         return self._assembled(touching, found, columns)

@@ -12,7 +12,7 @@ import torch
 from pyro.infer import Predictive
 from torch import Tensor
 
-from pyro_cvi import CVI, AutoCVI, explain
+from pyro_cvi import CVI, AutoCVI, CVIError, explain
 from pyro_cvi.graph import blocks
 
 
@@ -294,6 +294,112 @@ def test_what_samples_a_block_makes_it_dense() -> None:
         pyro.sample("y", dist.Normal(f.sort().values, 1.0).to_event(1), obs=y)
 
     assert {b.structure for b in explain(model, data()).blocks} == {"dense"}
+
+
+def test_other_data_do_not_change_what_a_process_says() -> None:
+    """Its numbers are about the predictors of the fit: other rows are an error, or a new fit."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([240]).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    x, z = torch.randn(30, 240), torch.randn(30, 240)
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide)
+    loss = cvi.run(x, x[:, 0]).losses[-1]
+    before = guide.posterior("w")
+    for other in (z, z[:5]):
+        with pytest.raises(CVIError, match="log_predictive"):
+            cvi.evaluate_loss(other, other[:, 0])
+    assert cvi.evaluate_loss(x, x[:, 0]) == pytest.approx(loss)
+    torch.testing.assert_close(guide.posterior("w").mean, before.mean, rtol=0, atol=0)
+    loaded = AutoCVI(model)
+    loaded.load_state_dict(guide.state_dict())
+    with pytest.raises(CVIError, match="data of the fit"):
+        loaded(z, z[:, 0])
+    loaded(x, x[:, 0])
+    torch.testing.assert_close(loaded.posterior("w").variance, before.variance)
+    # The exact predictive density of other rows, one by one, against draws.
+    prior = torch.eye(240) + x.T @ x / 0.25
+    cov = torch.linalg.inv(prior)
+    scale = ((z @ cov * z).sum(-1) + 0.25).sqrt()
+    exact = dist.Normal(z @ before.mean, scale).log_prob(z[:, 0])
+    found = cvi.log_predictive(z, z[:, 0], plates=["data"], num_samples=3000)
+    assert float((found - exact).abs().mean()) < 0.2
+
+
+def joined_priors(kind: str) -> Callable[..., None]:
+    """Open scalars whose priors join them to others: no process."""
+
+    def mean(y: Tensor) -> None:
+        x = torch.sin(torch.arange(20.0)[:, None] * torch.arange(1.0, 241.0))
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(a, 1.0))
+        w = pyro.sample("w", dist.Normal(0.0, 1.0).expand([240]).to_event(1))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(x @ w + b, 0.5), obs=y[:20])
+
+    def process_on_process(y: Tensor) -> None:
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+        g = pyro.sample("g", dist.MultivariateNormal(f, kernel(T, 0.3)))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.StudentT(3.0, g, 0.3), obs=y)
+
+    return mean if kind == "mean" else process_on_process
+
+
+@pytest.mark.parametrize("kind", ["mean", "process_on_process"])
+def test_priors_that_join_scalars_make_no_process(kind: str, monkeypatch: Any) -> None:
+    model = joined_priors(kind)
+    guide, loss = fitted(model)
+    assert "process" not in {b.structure for b in guide.plan.blocks}
+    monkeypatch.setattr(blocks, "_viewed", lambda *args: None)
+    assert loss == pytest.approx(fitted(model)[1], rel=1e-7)
+
+
+def test_a_small_multivariate_prior_beside_a_process() -> None:
+    def model(y: Tensor) -> None:
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+        cov = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+        b = pyro.sample("b", dist.MultivariateNormal(torch.zeros(2), cov))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Bernoulli(logits=f + b[0] + T * b[1]), obs=(y > 0).double())
+
+    guide, loss = fitted(model)
+    assert guide.plan.blocks[0].structure == "process"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_viewed", lambda *args: None)
+        assert loss == pytest.approx(fitted(model)[1], rel=1e-7)
+
+
+def test_a_plate_of_processes_stays_a_plate() -> None:
+    def model(y: Tensor) -> None:
+        with pyro.plate("series", 30):
+            f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+            pyro.sample("y", dist.Normal(f, 0.3).to_event(1), obs=y.expand(30, 60))
+
+    assert {b.structure for b in explain(model, data()).blocks} <= {"plated", "chain"}
+
+
+def test_another_likelihood_and_other_rows_in_one_guide() -> None:
+    """What an accelerated run remembers of one plan is not used in the next."""
+    x = torch.randn(40, 240)
+
+    def model(x: Tensor, gaussian: bool) -> None:
+        w = pyro.sample("w", dist.Normal(0.0, 0.5).expand([240]).to_event(1))
+        a = pyro.sample("a", dist.Gamma(2.0, 2.0))
+        with pyro.plate("data", len(x)):
+            m = x @ w
+            law = dist.Normal(m, a.rsqrt()) if gaussian else dist.StudentT(3.0, m, 1.0)
+            pyro.sample("y", law, obs=x[:, 0])
+
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(x[:30], False)
+    loss = cvi.run(x, True, tol=1e-10).losses[-1]
+    assert loss == pytest.approx(
+        CVI(model, AutoCVI(model)).run(x, True, tol=1e-10).losses[-1], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["wide_regression", "crossed"])
