@@ -420,7 +420,9 @@ class TermMean:
         return self.coefficient * contract(pieces, ndim)
 
 
-def design_of(terms: list[Term], structure: Structure, block: str) -> Design | Selection | None:
+def design_of(
+    terms: list[Term], structure: Structure, block: str, limit: int = _DESIGN_LIMIT
+) -> Design | Selection | None:
     """Terms of one statistic each of one dense block as one matrix; None where it would be too large."""
     layout = structure.layout[block]
     if len(terms) == 1:
@@ -437,7 +439,7 @@ def design_of(terms: list[Term], structure: Structure, block: str) -> Design | S
     cells = tuple(sorted({a for t in terms for a in t.labels if a < 0}))
     columns = torch.unique(torch.cat([flat.reshape(-1) for _, _, flat in reads]))
     shape = [sizes[a] for a in cells]
-    if math.prod(shape) * columns.numel() > _DESIGN_LIMIT:
+    if math.prod(shape) * columns.numel() > limit:
         return None
     matrix: Tensor | None = None
     for t, stat, flat in reads:

@@ -35,6 +35,8 @@ _RATIO = 1.5
 """Scalars for each predictor from which on it is the cheaper one."""
 _ROWS = 2
 """Most predictors for each scalar of a prior that is kept as a covariance."""
+_SCALARS = 1 << 27
+"""Most scalars of a design that is put together of the user's tensors."""
 _FEW = 500
 """Predictors that cost nothing, however many for each scalar."""
 _BATCHED = 600
@@ -196,7 +198,7 @@ class _Builder:
         return all(bool((p == placed[0]).all()) for p in placed)
 
     def _design(self, root: Root) -> _Read:
-        design = design_of(list(root.terms), self.scratch, self.name)
+        design = design_of(list(root.terms), self.scratch, self.name, _SCALARS)
         if design is None:
             raise NoViewError("a design matrix that would be too large")
         if isinstance(design, Selection):
