@@ -33,6 +33,8 @@ _GROUP = 16
 """Most scalars of a group that is a node by itself, ..."""
 _NODE = 64
 """... and of a node of a sequence."""
+_NARROW = 4
+"""Scalars of a step that are few enough for no other order to be looked for."""
 _SEARCHED = 20_000
 """Most scalars for which a sequence is searched breadth first; longer ones must follow an index."""
 _READS = 1 << 27
@@ -243,18 +245,12 @@ class _Builder:
 
     def _times(self, cells: list[np.ndarray], free: np.ndarray) -> np.ndarray | None:
         """A time for each scalar such that cells reach over one step at most."""
-        candidates = [self._by_index()]
-        if free.sum() <= _SEARCHED:
-            candidates.append(_levels(self.size, cells))
-        best: tuple[int, np.ndarray] | None = None
-        for time in candidates:
-            reach = max((_reach(m, time) for m in cells), default=0)
-            if reach <= _NODE:
-                grouped = time // max(reach, 1)
-                width = int(np.unique(grouped[free], return_counts=True)[1].max())
-                if best is None or width < best[0]:
-                    best = (width, grouped)
-        return None if best is None else best[1]
+        found = _grouped(self._by_index(), cells, free)
+        if (found is None or found[0] > _NARROW) and free.sum() <= _SEARCHED:
+            searched = _grouped(_levels(self.size, cells), cells, free)
+            if found is None or (searched is not None and searched[0] < found[0]):
+                found = searched
+        return None if found is None else found[1]
 
     def _by_index(self) -> np.ndarray:
         """The coordinate along each site's longest axis."""
@@ -305,6 +301,17 @@ def _components(size: int, cells: list[np.ndarray]) -> np.ndarray:
         label = label[label]
         if np.array_equal(before, label):
             return label
+
+
+def _grouped(
+    time: np.ndarray, cells: list[np.ndarray], free: np.ndarray
+) -> tuple[int, np.ndarray] | None:
+    """Times put together so that cells reach over one step at most, and the most scalars of a step."""
+    reach = max((_reach(m, time) for m in cells), default=0)
+    if reach > _NODE:
+        return None
+    grouped = time // max(reach, 1)
+    return int(np.unique(grouped[free], return_counts=True)[1].max()), grouped
 
 
 def _reach(scalars: np.ndarray, time: np.ndarray) -> int:

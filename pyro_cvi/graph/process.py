@@ -123,12 +123,15 @@ class _Builder:
         for s in closed:
             is_closed[self.layout.flat(s)] = True
         self.is_closed = is_closed
+        self.kept, self.rows = False, 0
+        self.counted: set[tuple[int, ...]] = set()
         self.selected: list[Tensor] = []
         self.designs: list[tuple[Tensor, Tensor]] = []
 
     def build(
         self, factors: Sequence[Factor], size: int, kept: bool
     ) -> tuple[Process, Viewed] | None:
+        self.kept = kept
         names = frozenset(self.sites)
         touching = [f for f in factors if f.expression.sites & names or set(f.forced) & names]
         if any(set(f.forced) & names for f in touching):
@@ -197,7 +200,29 @@ class _Builder:
         ]
         return all(bool((p == placed[0]).all()) for p in placed)
 
+    def _count(self, root: Root) -> None:
+        """Give up before a design is built that has more rows than the form is good for."""
+        tensors = tuple(
+            id(o.tensor) for t in root.terms for o in t.operands if isinstance(o, Const)
+        )
+        if tensors in self.counted:
+            return
+        self.counted.add(tensors)
+        sizes = {
+            a: n
+            for t in root.terms
+            for o in t.operands
+            for a, n in zip(o.axes, o.shape, strict=True)
+            if a in root.varying
+        }
+        self.rows += math.prod(sizes.values())
+        size = self.layout.width
+        most = max(_ROWS * size, _FEW) if self.closed else size / _RATIO
+        if not self.kept and self.rows > most:
+            raise NoViewError("as many predictors as scalars")
+
     def _design(self, root: Root) -> _Read:
+        self._count(root)
         design = design_of(list(root.terms), self.scratch, self.name, _SCALARS)
         if design is None:
             raise NoViewError("a design matrix that would be too large")
