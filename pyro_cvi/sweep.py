@@ -385,10 +385,11 @@ class Sweeper:
         slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
         weight, enlarged = evaluator.weight_of(block), False
         rho = self._rho.get(name, 1.0)
-        target = old.moved(gradient, 1.0)
-        self._targets[name] = target[0]
+        full = old.moved(gradient, 1.0) if self.accelerated or rho == 1 else None
+        if full is not None:
+            self._targets[name] = full[0]
         for _ in range(_HALVINGS):
-            belief, step = target if rho == 1 else old.moved(gradient, rho)
+            belief, step = full if rho == 1 and full is not None else old.moved(gradient, rho)
             if belief.is_finite():
                 evaluator.set(name, belief)
                 rise = float(evaluator.local(block) - before)

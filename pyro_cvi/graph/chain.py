@@ -21,7 +21,18 @@ from pyro_cvi.algebra.expression import Axes, SiteRef, Stat, Term, align
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.gaussians.chain import Pattern
 from pyro_cvi.graph.symbolic import Factor, Latent
-from pyro_cvi.graph.views import Coupling, NoViewError, Root, Viewed, couplings, rewritten
+from pyro_cvi.graph.views import (
+    Coupling,
+    NoViewError,
+    Root,
+    Viewed,
+    couplings,
+    labels_of,
+    rewritten,
+    stat_of,
+    touching,
+    view_layout,
+)
 
 __all__ = ["Chain", "chain_of"]
 
@@ -94,12 +105,8 @@ class _Builder:
         self.size = self.layout.width
 
     def build(self, factors: Sequence[Factor], kept: bool) -> tuple[Chain, Viewed] | None:
-        touching = [
-            f for f in factors if f.expression.sites & self.names or set(f.forced) & self.names
-        ]
-        if any(set(f.forced) & self.names for f in touching):
-            raise NoViewError("a value that left the algebra")
-        read = [[self._cells(c) for c in couplings(f.expression, self.names)] for f in touching]
+        near = touching(factors, self.names)
+        read = [[self._cells(c) for c in couplings(f.expression, self.names)] for f in near]
         joined = [c.scalars.cpu().numpy() for each in read for c in each if c.scalars.shape[1] > 1]
         pattern = self._pattern(joined, kept)
         if pattern is None:
@@ -107,7 +114,7 @@ class _Builder:
         part = f"{self.name}: neighbours"
         ref = SiteRef(part, (pattern.views, pattern.width), 0, "real")
         rewrite = {}
-        for f, each in zip(touching, read, strict=True):
+        for f, each in zip(near, read, strict=True):
             roots = couplings(f.expression, self.names)
             answers = [
                 [self._answer(r, cells, pattern, ref) for r in coupling]
@@ -116,22 +123,18 @@ class _Builder:
             new = rewritten(f.expression, self.names, iter(answers))
             own = self.names & f.expression.sites
             rewrite[f.name] = replace(f, expression=new, behind={**f.behind, part: own})
-        index = torch.arange(pattern.views * pattern.width, device=self.device)
-        layout = Layout(
-            (part,), {part: ref.shape}, {part: index // pattern.width}, {part: index % pattern.width},
-            pattern.views, pattern.width,
-        )  # fmt: skip
+        layout = view_layout(part, pattern.views, pattern.width, self.device)
         return Chain(pattern, (part,), _reason(pattern)), Viewed({part: layout}, rewrite)
 
     # --- what is read ------------------------------------------------------------------------------
 
     def _cells(self, coupling: Coupling) -> _Cells:
-        labels = tuple(sorted({r.outer(a) for r in coupling for a in r.varying}))
+        labels = labels_of(coupling)
         sizes: dict[int, int] = {}
         reads = []
         for root in coupling:
             for t in root.terms:
-                stat = _stat(t)
+                stat = stat_of(t)
                 axes = tuple(root.outer(a) if a in root.varying else a for a in stat.axes)
                 inner = tuple(
                     a for a, b in zip(axes, stat.axes, strict=True) if b not in root.varying
@@ -157,7 +160,7 @@ class _Builder:
         view = p.view_of(cells.scalars).reshape(cells.shape)
         terms = []
         for t in root.terms:
-            stat = _stat(t)
+            stat = stat_of(t)
             varying = tuple(a for a, n in zip(cells.labels, cells.shape, strict=True) if n > 1)
             mine = tuple(root.inner(a) for a in varying)
             extra = tuple(a for a in stat.axes if a not in mine)
@@ -264,11 +267,6 @@ class _Builder:
                 )
                 time[self.layout.flat(s).cpu().numpy()] = np.broadcast_to(at, shape).reshape(-1)
         return time
-
-
-def _stat(t: Term) -> Stat:
-    (stat,) = [o for o in t.operands if isinstance(o, Stat)]
-    return stat
 
 
 def _reason(p: Pattern) -> str:

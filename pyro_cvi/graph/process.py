@@ -23,7 +23,18 @@ from pyro_cvi.families import GAUSSIAN, peel
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.gaussians.process import Predictors
 from pyro_cvi.graph.symbolic import Factor, Latent
-from pyro_cvi.graph.views import Coupling, NoViewError, Root, Viewed, couplings, rewritten
+from pyro_cvi.graph.views import (
+    Coupling,
+    NoViewError,
+    Root,
+    Viewed,
+    couplings,
+    labels_of,
+    rewritten,
+    stat_of,
+    touching,
+    view_layout,
+)
 
 __all__ = ["Process", "process_of"]
 
@@ -133,14 +144,11 @@ class _Builder:
     ) -> tuple[Process, Viewed] | None:
         self.kept = kept
         names = frozenset(self.sites)
-        touching = [f for f in factors if f.expression.sites & names or set(f.forced) & names]
-        if any(set(f.forced) & names for f in touching):
-            raise NoViewError("a value that left the algebra")
-        touching = [f for f in touching if f.name not in self.closed]
-        found = [[self._reads(c) for c in couplings(f.expression, names)] for f in touching]
+        near = [f for f in touching(factors, names) if f.name not in self.closed]
+        found = [[self._reads(c) for c in couplings(f.expression, names)] for f in near]
         alone = {
             f.name
-            for f, reads in zip(touching, found, strict=True)
+            for f, reads in zip(near, found, strict=True)
             if not isinstance(f.weight, Tensor) and all(r is None for r in reads)
         }
         if any(s not in alone for s in self.sites if s not in self.closed):
@@ -157,7 +165,7 @@ class _Builder:
         kernel = large and (rows <= _ROWS * size or rows <= _FEW)
         if not rows or rows > _LARGEST or not (wide or kernel or kept):
             return None
-        return self._assembled(touching, found, columns)
+        return self._assembled(near, found, columns)
 
     # --- what is read ------------------------------------------------------------------------------
 
@@ -188,13 +196,13 @@ class _Builder:
         (t,) = root.terms
         if root.labels is not None and t.contracted:
             return None
-        (stat,) = [o for o in t.operands if isinstance(o, Stat)]
+        stat = stat_of(t)
         return align(self._flat(stat), stat.axes, root.varying)
 
     def _is_one(self, coupling: Coupling, columns: Sequence[Tensor | None]) -> bool:
         if len(coupling) == 1:
             return True
-        labels = _labels(coupling)
+        labels = labels_of(coupling)
         placed = [
             _placed(c, r, labels) for c, r in zip(columns, coupling, strict=True) if c is not None
         ]
@@ -248,7 +256,7 @@ class _Builder:
     # --- the rewritten factors ---------------------------------------------------------------------
 
     def _assembled(
-        self, touching: list[Factor], found: list[list[list[_Read] | None]], columns: Tensor
+        self, near: list[Factor], found: list[list[list[_Read] | None]], columns: Tensor
     ) -> tuple[Process, Viewed]:
         starts, at = [], len(columns)
         for matrix, _ in self.designs:
@@ -279,7 +287,7 @@ class _Builder:
             w: SiteRef(n, (c, w), 0, "real") for w, c, n in zip(widths, counts, names, strict=True)
         }
         factors = {}
-        for f, each, handles in zip(touching, found, placed, strict=True):
+        for f, each, handles in zip(near, found, placed, strict=True):
             answers = [
                 [r.terms for r in coupling]
                 if reads is None
@@ -303,8 +311,7 @@ class _Builder:
             layouts[self.name] = self._open_layout(spec.open)
         for w, c, n in zip(widths, counts, names, strict=True):
             parts.append(n)
-            index = torch.arange(c * w, device=columns.device)
-            layouts[n] = Layout((n,), {n: (c, w)}, {n: index // w}, {n: index % w}, c, w)
+            layouts[n] = view_layout(n, c, w, columns.device)
         what = f"{spec.size:,} scalars seen through {spec.rows:,} predictors"
         reason = f"{what}; the prior covariance is not inverted" if self.closed else what
         learnt = None
@@ -370,11 +377,6 @@ def _kernel(latent: Latent) -> tuple[Tensor, Tensor]:
     return loc, torch.block_diag(*each)
 
 
-def _labels(coupling: Coupling) -> tuple[int, ...]:
-    """The axes along which anything in the coupling varies."""
-    return tuple(sorted({r.outer(a) for r in coupling for a in r.varying}))
-
-
 def _placed(values: Tensor, root: Root, labels: tuple[int, ...]) -> Tensor:
     """Values over the root's varying axes, aligned with the coupling's."""
     own = tuple(root.outer(a) for a in root.varying)
@@ -393,7 +395,7 @@ class _Elements:
     ) -> tuple[tuple[int, ...], list[int], int, tuple[int, ...]]:
         """Register a coupling; what is returned is handed back to `answers`."""
         roots = [r.root for r in reads]
-        labels = _labels(roots)
+        labels = labels_of(roots)
         placed = [_placed(x, r, labels) for x, r in zip(rows, roots, strict=True)]
         distinct: list[Tensor] = []
         which = []

@@ -8,8 +8,10 @@ not. The two structures differ in what a view is: a root's value (processes), or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from pyro_cvi.algebra.expression import (
     IDENTITY,
@@ -28,7 +30,18 @@ from pyro_cvi.estimators.affine import NotAffine, flatten
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.symbolic import Factor
 
-__all__ = ["Coupling", "NoViewError", "Root", "Viewed", "couplings", "rewritten"]
+__all__ = [
+    "Coupling",
+    "NoViewError",
+    "Root",
+    "Viewed",
+    "couplings",
+    "labels_of",
+    "rewritten",
+    "stat_of",
+    "touching",
+    "view_layout",
+]
 
 
 class NoViewError(ValueError):
@@ -79,6 +92,34 @@ class Viewed:
 
 
 Coupling = list[Root]
+
+
+def stat_of(t: Term) -> Stat:
+    """The one statistic of a linear term."""
+    (stat,) = [o for o in t.operands if isinstance(o, Stat)]
+    return stat
+
+
+def labels_of(coupling: Coupling) -> Axes:
+    """The axes along which anything in a coupling varies."""
+    return tuple(sorted({r.outer(a) for r in coupling for a in r.varying}))
+
+
+def touching(factors: Sequence[Factor], sites: frozenset[str]) -> list[Factor]:
+    """The factors that read these sites; NoViewError if one does so by a value that left the algebra."""
+    found = [f for f in factors if f.expression.sites & sites or set(f.forced) & sites]
+    if any(set(f.forced) & sites for f in found):
+        raise NoViewError("a value that left the algebra")
+    return found
+
+
+def view_layout(name: str, count: int, width: int, device: torch.device) -> Layout:
+    """The layout of a made-up site that stands for so many views of that width."""
+    index = torch.arange(count * width, device=device)
+    element, position = index // width, index % width
+    return Layout((name,), {name: (count, width)}, {name: element}, {name: position}, count, width)
+
+
 Replace = Callable[[Root], tuple[Term, ...]]
 
 
