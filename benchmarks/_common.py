@@ -311,6 +311,32 @@ def follow(
     return curve
 
 
+def nuts(
+    model: Callable[[], None], warmup: int, samples: int, *, chains: int = 1, accept: float = 0.8
+) -> tuple[dict[str, np.ndarray], float]:
+    """Draws of a NumPyro model, and the seconds, some of them for compilation."""
+    import jax
+    from numpyro.infer import MCMC, NUTS
+
+    jax.config.update("jax_enable_x64", True)
+    start = time.perf_counter()
+    mcmc = MCMC(
+        NUTS(model, target_accept_prob=accept), num_warmup=warmup, num_samples=samples,
+        num_chains=chains, chain_method="sequential", progress_bar=False,
+    )  # fmt: skip
+    mcmc.run(jax.random.PRNGKey(0))
+    draws = {n: np.asarray(v) for n, v in mcmc.get_samples().items()}
+    return draws, time.perf_counter() - start
+
+
+def apart(q: Any, draws: np.ndarray) -> tuple[float, float]:
+    """Worst difference of means in the draws' standard deviations, worst |ratio of these - 1|."""
+    mean, sd = draws.mean(0), draws.std(0)
+    off = np.abs(q.mean.numpy() - mean) / sd
+    wide = np.abs(q.variance.sqrt().numpy() / sd - 1)
+    return float(off.max()), float(wide.max())
+
+
 def is_settled(losses: Sequence[float], relative: float) -> bool:
     """Whether the last step changed the loss by less than that."""
     return len(losses) > 1 and abs(losses[-1] - losses[-2]) < relative * abs(losses[-1])
