@@ -536,6 +536,10 @@ def _dtype(consts: Sequence[tuple[Tensor, Axes]]) -> torch.dtype:
 # --- pairs of terms --------------------------------------------------------------------------------
 
 
+_QUADRATIC = 1 << 16
+"""Scalars of a matrix from which rows x^T V x are formed one covariance at a time."""
+
+
 class _Pair:
     """coefficient * one product of constants, means and covariances."""
 
@@ -548,6 +552,50 @@ class _Pair:
             for p, axes in self.pieces
         ]
         return self.coefficient * contract(pieces, ndim)
+
+
+class _Rows(_Pair):
+    """coefficient * x_n^T V_c x_n for the rows of one matrix and some elements c of a plated block.
+
+    Cell by cell a contraction would form, and keep for its gradient, rows by elements by columns.
+    """
+
+    def __init__(
+        self, coefficient: float, consts: list[Const], column: int, reader: _CovReader
+    ) -> None:
+        pieces: list[tuple[object, Axes]] = [(o.tensor, o.axes) for o in consts]
+        super().__init__(coefficient, [*pieces, (reader, reader.axes)])
+        self.reader = reader
+        x = next(o for o in consts if column in o.axes)
+        self.cells = tuple(a for a in x.axes if a != column)
+        matrix = x.tensor.permute([x.axes.index(a) for a in (*self.cells, column)])
+        self.shape = matrix.shape[:-1]
+        self.matrix = matrix.reshape(-1, matrix.shape[-1])
+
+    def __call__(self, moments: Moments, ndim: int) -> Tensor:
+        cov = self.reader.elements(moments)
+        rows = [row_quadratic(self.matrix, v).reshape(self.shape) for v in cov.unbind(0)]
+        element = (self.reader.whole or (None,))[0]
+        if element is None:
+            return self.coefficient * contract([(rows[0], self.cells)], ndim)
+        return self.coefficient * contract([(torch.stack(rows), (element, *self.cells))], ndim)
+
+
+def _rows(coefficient: float, consts: list[Const], reader: _CovReader) -> _Rows | None:
+    """The pair as rows of one large matrix, if it is x_n^T V_c x_n for whole covariances V_c."""
+    if len(consts) != 2 or reader.whole is None or consts[0].tensor is not consts[1].tensor:
+        return None
+    x, y = consts
+    element, left, right = reader.whole
+    if left is None or right is None or x.tensor.numel() < _QUADRATIC or x.tensor.requires_grad:
+        return None
+    if left not in x.axes:
+        left, right = right, left
+    cells = [a for a in x.axes if a != left]
+    mirrored = tuple(right if a == left else a for a in x.axes)
+    if left not in x.axes or element in cells or right in cells or y.axes != mirrored:
+        return None
+    return _Rows(coefficient, consts, left, reader)
 
 
 class _CovReader:
@@ -566,25 +614,35 @@ class _CovReader:
             self.mask = same
         self.element, self.left, self.right = (without_repeats(x, x.ndim) for x in (ea, pa, pb))
         self.shape = broadcast_shapes(ea.shape, pa.shape, eb.shape, pb.shape)
-        self.simple = self._identity(layout, a, b)
+        self.whole = self._whole(layout)
 
-    def _identity(self, layout: Layout, a: Stat, b: Stat) -> Axes | None:
-        """Axes (n, k, l) when the covariance is read whole, so that nothing is gathered."""
+    @property
+    def is_zero(self) -> bool:
+        """Whether no cell reads twice from one element."""
+        return self.mask is not None and not bool(self.mask.any())
+
+    def _whole(self, layout: Layout) -> tuple[int | None, int | None, int | None] | None:
+        """The axes of element, left and right where covariances are read whole: nothing is gathered.
+
+        None stands for one element of a plated block, and for a width of one.
+        """
         if self.mask is not None or len(self.axes) > 3:
             return None
-        axes: list[int] = []
+        axes: list[int | None] = []
         reads = (
             (self.element, layout.count),
             (self.left, layout.width),
             (self.right, layout.width),
         )
         for index, size in reads:
-            if size > 1:
+            axis = None
+            if size > 1 and not (index is self.element and index.numel() == 1):
                 axis = self._arange_axis(index, size)
                 if axis is None or axis in axes:
                     return None
-                axes.append(axis)
-        return tuple(axes) if set(axes) == set(self.axes) else None
+            axes.append(axis)
+        element, left, right = axes
+        return (element, left, right) if set(axes) - {None} == set(self.axes) else None
 
     def _arange_axis(self, index: Tensor, size: int) -> int | None:
         """The one axis along which the index runs over 0 ... size - 1, if it does."""
@@ -594,12 +652,19 @@ class _CovReader:
         steps = torch.arange(size, device=index.device)
         return self.axes[long[0]] if bool((index.reshape(-1) == steps).all()) else None
 
-    def __call__(self, moments: Moments) -> Tensor:
+    def elements(self, moments: Moments) -> Tensor:
+        """The covariances that are read whole, (elements, width, width)."""
         cov = moments.gaussian[self.block][1]
-        if self.simple is not None:
-            shape = [n for n in cov.shape if n > 1]
-            order = [self.simple.index(a) for a in self.axes]
-            return cov.reshape(shape).permute(order)
+        assert self.whole is not None
+        return cov if self.whole[0] is not None else cov[self.element.reshape(-1)]
+
+    def __call__(self, moments: Moments) -> Tensor:
+        if self.whole is not None:
+            cov = self.elements(moments)
+            present = [a for a in self.whole if a is not None]
+            sizes = [n for n, a in zip(cov.shape, self.whole, strict=True) if a is not None]
+            return cov.reshape(sizes).permute([present.index(a) for a in self.axes])
+        cov = moments.gaussian[self.block][1]
         value = cov[self.element, self.left, self.right]
         value = value.expand(self.shape)
         if self.mask is not None:
@@ -617,7 +682,7 @@ def _spread(table: dict[str, Tensor], stat: Stat, axes: Axes) -> Tensor:
 def _compile_pairs(
     left: list[Term], right: list[Term], structure: Structure, *, symmetric: bool
 ) -> list[_Pair]:
-    pairs = []
+    pairs: list[_Pair] = []
     for i, s in enumerate(left):
         for j, t in enumerate(right):
             if symmetric and j < i:
@@ -635,25 +700,28 @@ def _pair(s: Term, t: Term, weight: float, structure: Structure) -> list[_Pair]:
     if not shared:
         return []
     t, stats_t = _unify(s, t, stats_s, stats_t, shared, structure)
-    fixed: list[tuple[object, Axes]] = [
-        (o.tensor, o.axes) for o in (*s.operands, *t.operands) if isinstance(o, Const)
-    ]
-    result = []
+    consts = [o for o in (*s.operands, *t.operands) if isinstance(o, Const)]
+    fixed: list[tuple[object, Axes]] = [(o.tensor, o.axes) for o in consts]
+    result: list[_Pair] = []
     for n in range(1, len(shared) + 1):
         for chosen in itertools.combinations(shared, n):
             pieces = list(fixed)
-            for block in {*stats_s, *stats_t}:
-                if block in chosen:
-                    reader = _CovReader(
-                        block, structure.layout[block], stats_s[block], stats_t[block]
-                    )
-                    pieces.append((reader, reader.axes))
-                else:
-                    for stats in (stats_s, stats_t):
-                        if block in stats:
-                            stat = stats[block]
-                            pieces.append((read_loc(stat, structure), stat.axes))
-            result.append(_Pair(weight * s.coefficient * t.coefficient, pieces))
+            readers = [_CovReader(b, structure.layout[b], stats_s[b], stats_t[b]) for b in chosen]
+            if any(r.is_zero for r in readers):
+                continue
+            scale = weight * s.coefficient * t.coefficient
+            if {*stats_s, *stats_t} == {*chosen} and len(readers) == 1:
+                rows = _rows(scale, consts, readers[0])
+                if rows is not None:
+                    result.append(rows)
+                    continue
+            pieces += [(r, r.axes) for r in readers]
+            for block in {*stats_s, *stats_t} - {*chosen}:
+                for stats in (stats_s, stats_t):
+                    if block in stats:
+                        stat = stats[block]
+                        pieces.append((read_loc(stat, structure), stat.axes))
+            result.append(_Pair(scale, pieces))
     return result
 
 

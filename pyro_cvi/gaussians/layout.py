@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def structure(self) -> str:
-        """Dense, diagonal or plated; or the `kind` of a block that is seen through views."""
+        """Dense, diagonal or plated; or its `kind`: of a block that is sliced, or seen through views."""
         if self.kind:
             return self.kind
         if self.count <= 1:

@@ -38,6 +38,9 @@ from pyro_cvi.graph.windows import GaussianPlacement, Part, gaussian_placement
 
 __all__ = ["Form", "GaussianBlock", "block_label", "gaussian_blocks", "multiplied_sites"]
 
+_SLICES = 1 << 26
+"""Most scalars of the covariances of a site that is split into slices."""
+
 Coupling = list[Stat]
 Form = Process | Chain
 """The forms of a block that its factors see through views."""
@@ -61,10 +64,12 @@ def gaussian_blocks(
     max_dense_dim: int,
     parts: Mapping[str, tuple[Part, ...]],
     plain: frozenset[str] = frozenset(),
+    drawn: frozenset[str] = frozenset(),
 ) -> list[GaussianBlock]:
     """Group the Gaussian sites into blocks; sites in different subsampled plates stay apart.
 
-    Blocks with a site of `plain` have no structure that needs views.
+    Blocks with a site of `plain` have no structure that needs views; those with a site of `drawn`, which
+    is sampled, are split no further than into single scalars.
     """
     gaussian = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
     refs = {n: latent.ref for n, latent in gaussian.items()}
@@ -90,7 +95,8 @@ def gaussian_blocks(
         if viewed is not None:
             blocks.append(viewed)
         else:
-            blocks += _layouts(group, gaussian, near, opaque, max_dense_dim)
+            hidden = drawn.union(*opaque)
+            blocks += _layouts(group, gaussian, near, opaque, max_dense_dim, hidden)
     return blocks
 
 
@@ -273,6 +279,7 @@ def _layouts(
     couplings: Sequence[Coupling],
     opaque: Sequence[set[str]],
     max_dense_dim: int,
+    drawn: frozenset[str],
 ) -> list[GaussianBlock]:
     shapes = {n: gaussian[n].shape for n in sites}
     device = gaussian[sites[0]].value.device
@@ -286,17 +293,43 @@ def _layouts(
         rest = [n for n in sites if n not in group]
         result = []
         for part in (group, rest):
-            for block in _layouts(part, gaussian, couplings, opaque, max_dense_dim):
+            for block in _layouts(part, gaussian, couplings, opaque, max_dense_dim, drawn):
                 why = block.reason
                 if "max_dense_dim" not in why:
                     why += f"; with {_others(sites, part)} it would exceed max_dense_dim"
                 result.append(GaussianBlock(block.sites, block.layout, why))
         return result
-    count = math.prod(shapes[sites[0]])
-    diagonal = Layout.from_components(shapes, torch.arange(count, device=device))
-    assert diagonal is not None
-    reason = f"diagonal: {count} coupled scalars are more than max_dense_dim={max_dense_dim}"
-    return [GaussianBlock(tuple(sites), diagonal, reason)]
+    (site,) = sites
+    count = math.prod(shapes[site])
+    component = torch.arange(count, device=device)
+    if site not in drawn:
+        component = _slices(shapes[site], max_dense_dim, device)
+    split = Layout.from_components(shapes, component)
+    assert split is not None
+    what = "diagonal"
+    if split.width > 1:
+        split = replace(split, kind="sliced")
+        what = f"{split.count} slices of {split.width}"
+    reason = f"{what}: {count} coupled scalars are more than max_dense_dim={max_dense_dim}"
+    return [GaussianBlock(tuple(sites), split, reason)]
+
+
+def _slices(shape: tuple[int, ...], max_dense_dim: int, device: torch.device) -> Tensor:
+    """Which slice of a site each of its scalars is in: the widest slices that are small enough.
+
+    Of those that are as wide, those along the last axes: the columns of a matrix of weights, one for
+    each class. Without any every scalar is by itself.
+    """
+    count = math.prod(shape)
+    index = torch.arange(count, device=device).reshape(shape)
+    best = (1, index.reshape(-1))
+    for n in range(1, len(shape)):
+        for axes in itertools.combinations(reversed(range(len(shape))), n):
+            width = math.prod(shape[i] for i in range(len(shape)) if i not in axes)
+            if best[0] < width <= max_dense_dim and count * width <= _SLICES:
+                inside = [i for i in range(len(shape)) if i not in axes]
+                best = (width, index.amin(inside, keepdim=True).expand(shape).reshape(-1))
+    return best[1]
 
 
 def _smallest(

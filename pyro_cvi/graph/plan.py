@@ -90,7 +90,7 @@ class Block:
 
     @property
     def structure(self) -> str:
-        """The layout's structure (dense, plated or diagonal), chain, or the family's name."""
+        """The layout's structure (dense, plated, sliced or diagonal), chain, or the family's name."""
         if self.is_chain:
             return "chain"
         return self.layout.structure if self.layout is not None else self.family.name
@@ -308,10 +308,13 @@ def make_blocks(
     max_dense_dim: int,
     parts: Mapping[str, tuple[Part, ...]],
     plain: frozenset[str],
+    drawn: frozenset[str],
 ) -> tuple[tuple[Block, ...], list[Viewed]]:
     """Blocks for the latents of a symbolic run, and how the factors see those that have views."""
     blocks: list[Block] = []
-    gaussian = gaussian_blocks(symbolic.latents, symbolic.factors, max_dense_dim, parts, plain)
+    gaussian = gaussian_blocks(
+        symbolic.latents, symbolic.factors, max_dense_dim, parts, plain, drawn
+    )
     by_first = {g.sites[0]: g for g in gaussian}
     chain = {sites[0]: sites for sites in chains(symbolic.latents, symbolic.factors)}
     covered = {s for g in gaussian for s in g.sites} | {s for c in chain.values() for s in c}
@@ -536,19 +539,20 @@ def make_plan(
     parts: Mapping[str, tuple[Part, ...]] | None = None,
     stochastic: bool = False,
     learns: bool = False,
-    plain: frozenset[str] = frozenset(),
+    drawn: frozenset[str] = frozenset(),
 ) -> Plan:
     """Compile a plan; the blocks of `previous` are kept (its posterior lives in them).
 
-    `parts` names the subsampled plates around each latent; blocks with sites of `plain` are dense,
-    plated or diagonal.
+    `parts` names the subsampled plates around each latent; blocks with sites of `drawn`, which are
+    sampled, are dense, plated or diagonal.
     """
     parts, unseen = parts or {}, symbolic
+    plain = drawn
     if stochastic:  # the predictors of a minibatch are others each time
         plain = frozenset(symbolic.latents)
     viewed: list[Viewed] = []
     if previous is None:
-        blocks, viewed = make_blocks(symbolic, max_dense_dim, parts, plain)
+        blocks, viewed = make_blocks(symbolic, max_dense_dim, parts, plain, drawn)
     elif any(parts.values()):
         sizes = {p.name: p.size for ps in parts.values() for p in ps}
         blocks = tuple(b.sized(sizes) for b in previous.blocks)
@@ -562,11 +566,12 @@ def make_plan(
     factors = compile_factors(symbolic, blocks, structure)
     factors += _kept_priors(blocks, viewed)
     sampled = frozenset().union(*(f.blocks for f in factors if f.sampled))
-    drawn = {s for b in blocks if b.form is not None and b.name in sampled for s in b.sites}
-    if drawn and previous is None:
+    special = [b for b in blocks if b.form is not None or b.structure == "sliced"]
+    more = frozenset(s for b in special if b.name in sampled for s in b.sites)
+    if more and previous is None:
         return make_plan(
             unseen, max_dense_dim, parts=parts, stochastic=stochastic, learns=learns,
-            plain=plain | drawn,
+            drawn=drawn | more,
         )  # fmt: skip
     _check_factors(symbolic, factors)
     return Plan(

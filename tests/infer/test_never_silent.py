@@ -387,3 +387,47 @@ def test_many_small_sites_share_blocks_of_max_dense_dim():
     guide, _, losses = fit(model, steps=30, max_dense_dim=10)
     assert [b.size for b in guide.plan.blocks] == [10, 10, 5]
     assert all(b <= a + 1e-9 for a, b in zip(losses, losses[1:], strict=False))
+
+
+def test_a_site_past_max_dense_dim_is_split_into_its_widest_slices():
+    """One Gaussian for each class, independent of the others: the covariances of a direct optimum."""
+    x = torch.randn(60, 4)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+    guide, cvi, _ = fit(model, x, y, steps=60, max_dense_dim=5)
+    assert guide.block_of("w").structure == "sliced"
+    dense, reference, _ = fit(model, x, y, steps=60)
+    assert dense.block_of("w").structure == "dense"
+    # The optimum over block-diagonal Gaussians lies below the dense one, and above independent scalars.
+    apart, scalars, _ = fit(model, x, y, steps=60, max_dense_dim=2)
+    assert apart.block_of("w").structure == "diagonal"
+    losses = [c.evaluate_loss(x, y) for c in (reference, cvi, scalars)]
+    assert losses[0] < losses[1] < losses[2]
+    torch.testing.assert_close(guide.median()["w"], dense.median()["w"], atol=0.05, rtol=0)
+
+
+def test_slices_are_those_of_a_dense_fit_where_nothing_joins_them():
+    """Ten regressions at once: a large matrix of inputs takes its rows x^T V x one class at a time."""
+    x, true = torch.randn(3000, 30), torch.randn(30, 4)
+    y = dist.Bernoulli(logits=0.5 * x @ true).sample()
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(30, 4), 1.0).to_event(2))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w).to_event(1), obs=y)
+
+    def single(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(30), 1.0).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    guide, _, _ = fit(model, x, y, steps=12)
+    alone, _, _ = fit(single, x, y[:, 2], steps=12)
+    cov = guide.joint(["w"]).covariance_matrix.reshape(30, 4, 30, 4)[:, 2, :, 2]
+    torch.testing.assert_close(guide.median()["w"][:, 2], alone.median()["w"])
+    torch.testing.assert_close(cov, alone.joint(["w"]).covariance_matrix)
