@@ -194,7 +194,7 @@ class Sweeper:
             self._minibatch(evaluator, prepared, noisy, fitted)
         else:
             for block in plan.blocks:
-                if block.size and block.name not in noisy:
+                if block.moves and block.name not in noisy:
                     self.deterministic(evaluator, block)
         if noisy:
             self._sampled(evaluator, sampler(), noisy, fresh)
@@ -221,7 +221,7 @@ class Sweeper:
                 evaluator.restore(name, kept[name])
 
     def _may_climb(self, block: Block, noisy: frozenset[str]) -> bool:
-        return block.name in noisy and bool(block.size) and not set(block.sites) & set(self.located)
+        return block.name in noisy and block.moves and not set(block.sites) & set(self.located)
 
     def deterministic(self, evaluator: Evaluator, block: Block) -> None:
         """The step of a block with exact messages or quadrature."""
@@ -240,7 +240,7 @@ class Sweeper:
     ) -> None:
         """Bring the local blocks to their optimum given the others."""
         plan = evaluator.plan
-        local = [b for b in plan.blocks if b.placement and b.size and b.name not in noisy]
+        local = [b for b in plan.blocks if b.placement and b.moves and b.name not in noisy]
         once = len(local) == 1 and plan.is_exact(local[0])
         for _ in range(1 if once else rounds):
             moved = 0.0
@@ -257,7 +257,7 @@ class Sweeper:
         self, evaluator: Evaluator, prepared: Prepared, noisy: frozenset[str], fitted: bool
     ) -> None:
         plan = prepared.plan
-        outer = [b for b in plan.blocks if not b.placement and b.size and b.name not in noisy]
+        outer = [b for b in plan.blocks if not b.placement and b.moves and b.name not in noisy]
         memory = self._memory_for(prepared, outer, fitted)
         counts: Tensor | None = None
         if memory is not None:
@@ -309,22 +309,61 @@ class Sweeper:
         """The step of a block outside of the subsampled plates."""
         exact = evaluator.plan.is_exact(block)
         if memory is None:
-            self.noisy(evaluator, block, None, rate)
+            self._seen_in_part(evaluator, block, evaluator.message(block), None, rate, exact)
             return
         plate = _only(prepared)
-        alone = all(f.blocks == {block.name} for f in evaluator.factors(block) if plate in f.plates)
+        inside = [f for f in evaluator.factors(block) if plate in f.plates]
+        held = {b.name for b in evaluator.plan.blocks if b.held}
+        alone = all(f.blocks - held == {block.name} for f in inside)
         scale = prepared.parts[plate].scale
         belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
-        whole, inside = evaluator.message(block), evaluator.message(block, plate)
-        batch = tuple(or_zeros(g, like) / scale for g, like in zip(inside, leaves, strict=True))
+        whole, own = evaluator.message(block), evaluator.message(block, plate)
+        batch = tuple(or_zeros(g, like) / scale for g, like in zip(own, leaves, strict=True))
         rest = tuple(
             or_zeros(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
         )
         gradient = memory.put(block.name, belief, batch, rest)
         if memory.is_mixed and not (exact and (alone or memory.is_whole)):
-            self.noisy(evaluator, block, None, rate)
+            self._seen_in_part(evaluator, block, whole, None, rate, exact)
         else:
-            self._take(evaluator, block, list(gradient), 1.0 if exact else _DAMPED)
+            rate = 1.0 if exact else _DAMPED
+            self._seen_in_part(evaluator, block, whole, list(gradient), rate, exact)
+
+    def _seen_in_part(
+        self, evaluator: Evaluator, block: Block, message: Gradient, remembered: Gradient | None,
+        rate: float, exact: bool,
+    ) -> None:  # fmt: skip
+        """A step on the message of a minibatch, or on what is remembered of all of them.
+
+        The test of a full step, E(q') - E(q) - <message, mean' - mean> >= (1 - 1/rho) KL(q' || q), where
+        E is the minibatch's own: whether it bends too much for a step of this length has nothing to do
+        with how far its message is from that of all data. It cannot tell what the messages of other
+        batches, remembered from elsewhere, are worth here: where they make an improper target, this
+        minibatch's serves, and curvatures of the wrong sign are turned.
+        """
+        gradient = message if remembered is None else remembered
+        if exact:
+            self._take(evaluator, block, gradient, rate)
+            return
+        name = block.name
+        old, before = evaluator.beliefs[name], evaluator.expected(block)
+        slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
+        slack = max(slack, evaluator.rounding(block))
+        rho = min(rate, self._rho.get(name, 1.0))
+        for _ in range(_HALVINGS):
+            belief, step = old.moved(gradient, rho)
+            if step.improper:
+                gradient = old.turned(message)
+                belief = old.moved(gradient, rho)[0]
+            if belief.is_finite():
+                evaluator.set(name, belief)
+                far = evaluator.weight_of(block) * float(belief.kl(old))
+                if evaluator.bend(block, message, before, old) >= (1 - 1 / rho) * far - slack:
+                    self._count(name, step)
+                    self._rho[name] = min(1.0, 2 * rho)
+                    return
+            rho /= 2
+        evaluator.set(name, old)
 
     # --- one block ---------------------------------------------------------------------------------
 
@@ -510,7 +549,7 @@ class Sweeper:
         """
         self.settle_sampled(evaluator, sampler, noisy, fresh=fresh)
         plan, old = evaluator.plan, dict(evaluator.beliefs)
-        blocks = [b for b in plan.blocks if b.name in noisy and b.size and not b.placement]
+        blocks = [b for b in plan.blocks if b.name in noisy and b.moves and not b.placement]
         before = self._known(evaluator)
         if before is None:
             before = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
@@ -569,7 +608,7 @@ class Sweeper:
 
         Where some elements are `fresh`, their beliefs those of the start, all climb first.
         """
-        local = [b for b in evaluator.plan.blocks if b.name in noisy and b.size and b.placement]
+        local = [b for b in evaluator.plan.blocks if b.name in noisy and b.moves and b.placement]
         names = {b.name for b in local}
         if local and fresh:
             climb(evaluator, sampler, local, rounds=1, steps=_LOCAL_CLIMB)
@@ -645,7 +684,7 @@ class Sweeper:
             finite = math.isfinite(elbo)
             if finite and not explosive:
                 return
-            kept = dict(evaluator.beliefs)
+            kept = {b.name: evaluator.beliefs[b.name] for b in plan.blocks if not b.held}
             for name, b in kept.items():
                 if isinstance(b, GaussianBelief):
                     evaluator.set(name, GaussianBelief(b.loc, 100 * b.precision))

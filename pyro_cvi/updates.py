@@ -88,6 +88,10 @@ class AbstractBelief(ABC):
         """This belief, or one on the way from `old` that changes less: see `AbstractFamily.trusted`."""
         return self
 
+    def turned(self, gradient: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient with curvatures of the wrong sign turned round; the same for other families."""
+        return list(gradient)
+
     @abstractmethod
     def like(self, tensors: Sequence[Tensor]) -> AbstractBelief | None:
         """A belief of this kind from other tensors; None if they are not proper."""
@@ -209,6 +213,18 @@ class GaussianBelief(AbstractBelief):
             )
         lifted = old.factor @ basis
         return GaussianBelief(old.loc + change, (lifted * held[..., None, :]) @ lifted.mT)
+
+    def turned(self, gradient: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient whose target precision has the absolute eigenvalues, relative to this precision.
+
+        None is below a quarter. A step towards that target goes uphill and has a length.
+        """
+        slope, curvature = gradient
+        target = -2 * symmetrise(or_zeros(curvature, self.precision))
+        ratio, basis = torch.linalg.eigh(whiten(self.factor, target))
+        lifted = self.factor @ basis
+        away = ratio.abs().clamp(min=0.25)
+        return [slope, -0.5 * (lifted * away[..., None, :]) @ lifted.mT]
 
     def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         curvature = symmetrise(or_zeros(gradient[1], self.precision))

@@ -9,7 +9,7 @@ messages to all of its blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -239,6 +239,10 @@ class Evaluator:
         value = f.weighted(table, f.weightings, self.leaves)
         return value.expand(broadcast_shapes(f.expectation.shape, value.shape))
 
+    def expected(self, block: Block) -> Tensor:
+        """sum of E_q[log p] over the block's factors that are not sampled."""
+        return self.local_parts(block)[1:].sum()
+
     def factors(self, block: Block) -> list[CompiledFactor]:
         """The factors of a block that are not sampled."""
         return self._factors[block.name]
@@ -248,17 +252,39 @@ class Evaluator:
         value = self.factor(f)
         if not value.requires_grad or block.is_discrete:
             return 0.0
-        leaves, start = self.leaves[block.name], origin.leaves()
+        leaves = self.leaves[block.name]
         found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        return -self._linear(block, found, leaves, origin.leaves())
+
+    def bend(
+        self, block: Block, message: Sequence[Tensor | None], before: Tensor, old: Belief
+    ) -> float:
+        """E(now) - E(old) - <message, mean now - mean then>: zero for factors with exact messages.
+
+        E is the sum of the block's factors, `before` its value at the belief `old` and `message` its
+        gradient there, as `message` returns it.
+        """
+        with torch.no_grad():
+            leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
+            moments, probabilities = moments_of(self.plan, leaves, self.beliefs)
+            values = [f(moments, probabilities) for f in self._factors[block.name]]
+            now = torch.stack([v.to(before.dtype).reshape(()) for v in values]).sum()
+        change = self._linear(block, message, old.leaves(), self.leaves[block.name])
+        return float(now - before) - self.weight_of(block) * change
+
+    def _linear(
+        self, block: Block, gradient: Sequence[Tensor | None], at: Sequence[Tensor],
+        to: Sequence[Tensor],
+    ) -> float:  # fmt: skip
+        """<gradient, mean parameters of `to` less those of `at`>, for a gradient in the leaves `at`."""
         parts = [
-            (torch.zeros_like(x) if g is None else g, x.detach(), s.detach())
-            for g, x, s in zip(found, leaves, start, strict=True)
+            (torch.zeros_like(x) if g is None else g, (y - x).detach())
+            for g, x, y in zip(gradient, at, to, strict=True)
         ]
-        change = sum(float((g * (x - s)).sum()) for g, x, s in parts)
+        change = sum(float((g * d).sum()) for g, d in parts)
         if block.layout is not None:  # E z z^T = V + m m^T is what a message is affine in
-            for (_, m, before), (g, *_) in zip(parts[::2], parts[1::2], strict=True):
-                step = m - before
-                change -= float((step * matvec(g, step)).sum())
+            for (_, step), (g, _) in zip(parts[::2], parts[1::2], strict=True):
+                change += float((step * matvec(g, step)).sum())
         return change
 
     def weight_of(self, block: Block) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.gaussians import Layout, partition, quadratic, row_quadratic
+from pyro_cvi.updates import GaussianBelief
 
 CPU = torch.device("cpu")
 
@@ -127,3 +128,25 @@ def test_a_long_chain_is_one_component() -> None:
     n = 300
     pairs = [((-1,), [(torch.arange(n - 1), (-1,)), (torch.arange(1, n), (-1,))])]
     assert int(partition(n, pairs, CPU).max()) == 0
+
+
+def test_a_turned_target_has_absolute_curvatures_and_is_a_way_up() -> None:
+    """Eigenvalues relative to the old precision: absolute, and at least a quarter; the slope stays."""
+    root = torch.randn(3, 4, 4)
+    old = GaussianBelief(torch.randn(3, 4), root @ root.mT + torch.eye(4))
+    slope, curvature = torch.randn(3, 4), torch.randn(3, 4, 4)
+    curvature = curvature + curvature.mT
+    new_slope, turned = old.turned([slope, curvature])
+    assert new_slope is slope
+
+    def relative(g: Tensor) -> Tensor:
+        inverse = torch.linalg.inv(old.factor)
+        return torch.linalg.eigvalsh(inverse @ (-2 * g) @ inverse.mT)
+
+    wanted = relative(curvature).abs().clamp(min=0.25).sort().values
+    torch.testing.assert_close(relative(turned).sort().values, wanted)
+    moved, step = old.moved([slope, turned], 1.0)
+    assert not step.improper
+    assert bool((((moved.loc - old.loc) * slope).sum(-1) > 0).all())
+    good = old.turned([slope, -0.5 * 2 * old.precision])
+    torch.testing.assert_close(good[1], -old.precision)

@@ -625,3 +625,26 @@ def test_stored_messages_are_a_weighted_sum_and_can_be_undone():
     memory.begin(torch.tensor([0, 1]))
     total = memory.put("a", belief, (torch.tensor(4.0), torch.tensor(-1.0)), rest)
     assert float(total[0]) == 0.5 + 3 * 4.0
+
+
+@pytest.mark.parametrize("minibatch", ["stored", "stochastic"])
+def test_minibatches_of_a_likelihood_that_is_not_log_concave(minibatch):
+    """Far from the data a Student t's curvature is negative, and a full step ends anywhere."""
+    X = torch.randn(300, 5)
+    y = dist.StudentT(3.0, X @ torch.tensor([2.0, -1.0, 0.5, 0.0, 3.0]), 0.1).sample()
+
+    def model(X, y, size=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(5), 10.0).to_event(1))
+        with pyro.plate("rows", len(y), subsample_size=size) as i:
+            pyro.sample("y", dist.StudentT(3.0, X[i] @ w, 0.1), obs=y[i])
+
+    whole = CVI(model, AutoCVI(model))
+    whole.run(X, y)
+    cvi = CVI(model, AutoCVI(model), minibatch=minibatch)
+    for _ in range(120):
+        cvi.step(X, y, 60)
+    q, wanted = cvi.guide.posterior("w"), whole.guide.posterior("w")
+    apart = (q.mean - wanted.mean).abs() / wanted.variance.sqrt()
+    assert float(apart.max()) < (0.01 if minibatch == "stored" else 1.0)
+    ratio = (q.variance / wanted.variance).sqrt()
+    assert float((ratio - 1).abs().max()) < (0.01 if minibatch == "stored" else 0.3)
