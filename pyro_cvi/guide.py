@@ -27,6 +27,7 @@ from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.process import Process
 from pyro_cvi.graph.sampling import draw, scatter
 from pyro_cvi.graph.symbolic import Latent, plain_trace, subsample_values
+from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Part, Window, whole_latent
 from pyro_cvi.laws import (
     StructuredLaw,
@@ -90,6 +91,7 @@ class AutoCVI(AutoGuide):
     ) -> None:
         if not isinstance(max_dense_dim, int) or max_dense_dim < 1:
             raise CVIError(f"max_dense_dim is {max_dense_dim!r}; expected a positive integer")
+        check_model(model)
         super().__init__(model, create_plates=create_plates)
         self.max_dense_dim = max_dense_dim
         self.init_loc_fn = init_loc_fn
@@ -303,7 +305,8 @@ class AutoCVI(AutoGuide):
             tensors = initial_belief(new.plan, block, self._start).tensors
             if block.placement is not None:
                 tensors = block.placement.spread(tensors)
-                buffers[_seen_name(block)] = _none_seen(block)
+                if block.moves:
+                    buffers[_seen_name(block)] = _none_seen(block)
             buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
             if block.form is not None:
                 buffers[_mark_name(block)] = torch.tensor(mark_of(block.form))
@@ -442,6 +445,8 @@ class AutoCVI(AutoGuide):
 
     def set_belief(self, block: Block, belief: Belief) -> None:
         """Write a belief into the block's buffers, in place; of a local block, that of the window."""
+        if block.held:
+            return
         tensors = self._buffers_of(block)
         self._fitted = True
         if block.placement is not None:
@@ -468,7 +473,7 @@ class AutoCVI(AutoGuide):
         return any(
             not bool(self._buffers[_seen_name(b)][_elements(b, window)].all())
             for b in self.plan.blocks
-            if b.placement is not None
+            if b.placement is not None and b.moves
         )
 
     def _windowed(self, block: Block) -> Belief:
@@ -476,6 +481,8 @@ class AutoCVI(AutoGuide):
         place, window = block.placement, self._need("its posterior").window
         assert place is not None
         kept = place.take(self._buffers_of(block), window)
+        if not block.moves:
+            return as_belief(block, kept)
         here = self._buffers[_seen_name(block)][_elements(block, window)]
         if not bool(here.all()):
             new = initial_belief(self.plan, block).tensors
@@ -497,7 +504,7 @@ class AutoCVI(AutoGuide):
     def _entry(self, site: str) -> tuple[Latent, Block, Belief]:
         """A site, its block, and what is believed about it."""
         block = self.block_of(site)
-        if block.placement is not None:
+        if block.placement is not None and block.moves:
             self._warn_unseen(site, block, self._buffers[_seen_name(block)])
         return self._whole.latents[site], block, self.belief(block)
 
@@ -596,8 +603,9 @@ class AutoCVI(AutoGuide):
             latents = {s: self._whole.latents[s] for s in block.sites}
             if block.placement is not None:
                 window = {p.name: _indices(plates[p.name], p) for p in block.placement.parts}
-                here = self._buffers[_seen_name(block)][_elements(block, window)]
-                self._warn_unseen(block.sites[0], block, here)
+                if block.moves:
+                    here = self._buffers[_seen_name(block)][_elements(block, window)]
+                    self._warn_unseen(block.sites[0], block, here)
                 sizes = {n: len(index) for n, index in window.items()}
                 belief = as_belief(block, block.placement.take(belief.tensors, window))
                 block = block.sized(sizes)

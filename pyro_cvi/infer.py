@@ -29,6 +29,7 @@ from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.prepared import Prepared, is_stream
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
+from pyro_cvi.graph.validation import check_model
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.linalg import sum_gradients
 from pyro_cvi.prediction import (
@@ -103,6 +104,7 @@ class CVI:
         fisher: str = "analytic",
         seed: int | None = None,
     ) -> None:
+        check_model(model)
         if not isinstance(guide, AutoCVI):
             raise CVIError(
                 message(

@@ -71,7 +71,8 @@ def gaussian_blocks(
     Blocks with a site of `plain` have no structure that needs views; those with a site of `drawn`, which
     is sampled, are split no further than into single scalars.
     """
-    gaussian = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
+    every = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
+    gaussian = {n: latent for n, latent in every.items() if not latent.held}
     refs = {n: latent.ref for n, latent in gaussian.items()}
     sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
     couplings = [[s for s in c if s.site.name in gaussian] for c in sums]
@@ -82,7 +83,7 @@ def gaussian_blocks(
     for i, c in enumerate(couplings):
         for n in {s.site.name for s in c}:
             by_site[n].append(i)
-    blocks: list[GaussianBlock] = []
+    blocks = [_held(x, max_dense_dim, parts.get(n, ())) for n, x in every.items() if x.held]
     for group in groups:
         relevant = sorted({i for n in group for i in by_site[n]})
         near = [couplings[i] for i in relevant]
@@ -98,6 +99,16 @@ def gaussian_blocks(
             hidden = drawn.union(*opaque)
             blocks += _layouts(group, gaussian, near, opaque, max_dense_dim, hidden)
     return blocks
+
+
+def _held(latent: Latent, max_dense_dim: int, parts: tuple[Part, ...]) -> GaussianBlock:
+    """The block of a site that keeps its prior: independent scalars that never move."""
+    n, alone = latent.name, {latent.name: latent}
+    if parts:
+        block = _local([n], alone, [], [], max_dense_dim, parts)
+    else:
+        (block,) = _layouts([n], alone, [], [], max_dense_dim, frozenset())
+    return replace(block, reason="held at its prior")
 
 
 def _walk(e: Expression) -> Iterator[tuple[Expression, Term, Operand]]:

@@ -115,14 +115,13 @@ def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief
     for site in block.sites:
         latent = plan.latents[site]
         where = (layout.element[site], layout.position[site])
-        usual = (
-            latent.value if site in plan.scattered else _moment(latent.prior, "mean", latent.value)
-        )
-        start = located.get(site, usual)
+        start = _moment(latent.prior, "mean", latent.value)
+        if not latent.held:
+            start = located.get(site, latent.value if site in plan.scattered else start)
         spread = _moment(latent.prior, "variance", torch.ones_like(latent.value))
         loc[where] = start.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
         flat = spread.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
-        variance[where] = flat.clamp(max=_SPREAD**2)
+        variance[where] = flat if latent.held else flat.clamp(max=_SPREAD**2)
     if isinstance(block.form, Process):
         return _process(block.form.predictors, loc[0], variance[0])
     if isinstance(block.form, Chain):

@@ -53,6 +53,12 @@ class Block:
     size: int
     placement: Placement | None = None
     form: Form | None = None
+    held: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is anything to fit: not in an empty block, nor in one that keeps its prior."""
+        return self.size > 0 and not self.held
 
     @property
     def scale(self) -> float:
@@ -332,6 +338,7 @@ def make_blocks(
                     size,
                     g.placement,
                     g.form,
+                    latent.held,
                 )
             )
         elif name in chain:
@@ -591,6 +598,18 @@ def _sampled(factors: Sequence[CompiledFactor]) -> frozenset[str]:
 
 def _check_factors(symbolic: Symbolic, factors: Sequence[CompiledFactor]) -> None:
     touched = {s for f in factors for _, s, _ in f.edges}
+    for f in symbolic.factors:
+        latent = symbolic.latents.get(f.name)
+        above = f.expression.sites - {f.name}
+        if latent is not None and latent.held and above:
+            raise CVIError(
+                message(
+                    f"latent site '{f.name}'",
+                    f"it keeps its prior, and that depends on '{min(above)}'",
+                    "a prior with constant parameters",
+                    "sample Normal(0, 1) noise, and shift and scale it after that",
+                )
+            )
     for name in symbolic.latents:
         if name not in touched:
             raise CVIError(

@@ -56,6 +56,7 @@ class Latent:
     `batch_shape` has the plates (no enumeration dims). `enum_dim` is the dim (negative) along which a
     discrete site is enumerated, and `support` its values, (K, *event). A site whose prior has no family
     stands for its unconstrained value u: shapes, prior and value are those of u, and x = `transform`(u).
+    A site that is `held` keeps its prior for its posterior: `infer={"posterior": "prior"}`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Latent:
     enum_dim: int | None = None
     support: Tensor | None = None
     transform: Any = None
+    held: bool = False
 
     def constrained(self, value: Tensor) -> Tensor:
         """The site's value in the model, from the one that its posterior is about."""
@@ -351,7 +353,37 @@ def _describe(site: Any, nesting: int) -> Latent:
     kind = "real" if family is GAUSSIAN else _kind(fn.support)
     ref = SiteRef(name, tuple(value.shape), event_dim, kind)
     transform = fn.transform if isinstance(fn, Unconstrained) else None
-    return Latent(name, family, ref, batch, event_dim, fn, value, plates, transform=transform)
+    held = _is_held(site)
+    return Latent(
+        name, family, ref, batch, event_dim, fn, value, plates, transform=transform, held=held
+    )
+
+
+def _is_held(site: Any) -> bool:
+    """Whether the posterior is to be the prior, which then must be a Normal one without a mask."""
+    wanted = site["infer"].get("posterior")
+    if wanted is None:
+        return False
+    found, fn = f"infer={{'posterior': {wanted!r}}}", site["fn"]
+    core = peel(fn.constrained if isinstance(fn, Unconstrained) else fn)
+    if wanted != "prior":
+        remedy = "leave it out; CVI chooses the posterior's family"
+    elif not isinstance(core, torch.distributions.Normal):
+        found += f" on a {type(core).__name__}"
+        remedy = "sample Normal(0, 1) noise, and make what you need of it"
+    elif (site["mask"] is not None and site["mask"] is not True) or _is_masked(fn):
+        found += " under a mask"
+        remedy = "leave the mask to the sites that are to be fitted"
+    else:
+        return True
+    expected = '"prior", on a Normal site without a mask'
+    raise CVIError(message(f"latent site '{site['name']}'", found, expected, remedy))
+
+
+def _is_masked(fn: Any) -> bool:
+    while hasattr(fn, "base_dist") and not hasattr(fn, "_mask"):
+        fn = fn.base_dist
+    return hasattr(fn, "_mask")
 
 
 def _kind(support: Any) -> str:

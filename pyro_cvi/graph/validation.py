@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -14,7 +15,30 @@ from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Latent, is_factor_site
 from pyro_cvi.graph.windows import Part
 
-__all__ = ["check_batch", "check_data", "check_local_data", "check_same_sites", "check_windows"]
+__all__ = [
+    "check_batch",
+    "check_data",
+    "check_local_data",
+    "check_model",
+    "check_same_sites",
+    "check_windows",
+]
+
+
+def check_model(model: Callable[..., Any]) -> None:
+    """Not a Gaussian process that samples its latent and does not use it: the prior would come back."""
+    module, owner = sys.modules.get("pyro.contrib.gp.models"), getattr(model, "__self__", None)
+    kinds = () if module is None else (module.VariationalGP, module.VariationalSparseGP)
+    if isinstance(owner, kinds):
+        kind = type(owner).__name__
+        raise CVIError(
+            message(
+                "model",
+                f"{kind}.model, whose likelihood reads the guide's moments and not the value it samples",
+                "a model whose data depend on its latents",
+                f"pyro_cvi.gp.GaussianProcess(gp) is the model of a {kind}",
+            )
+        )
 
 
 def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
