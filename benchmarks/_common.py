@@ -353,7 +353,7 @@ def warm_up() -> None:
 
 COMPETITORS = {
     "bayespy": "bayespy", "dynamax": "dynamax", "gpytorch": "gpytorch", "hmmlearn": "hmmlearn",
-    "jax": "jax", "numpyro": "numpyro", "sklearn": "scikit-learn",
+    "jax": "jax", "numpyro": "numpyro", "scipy": "scipy", "sklearn": "scikit-learn",
 }  # fmt: skip
 """Packages of the extra `bench`, by the name under which they are imported."""
 
