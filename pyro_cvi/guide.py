@@ -794,8 +794,13 @@ def _buffer_names(block: Block) -> list[str]:
 
 def mark_of(form: Form) -> int:
     """A checksum of what the numbers of a process or chain are about: its predictors, or its places."""
-    x = form.pattern.place if isinstance(form, Chain) else form.predictors.design
-    return zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes())
+    parts = [form.pattern.place] if isinstance(form, Chain) else [form.predictors.design]
+    if isinstance(form, Chain) and form.pattern.coordinates is not None:
+        parts.append(form.pattern.coordinates.before)
+    mark = 0
+    for x in parts:
+        mark = zlib.crc32(x.detach().cpu().contiguous().numpy().tobytes(), mark)
+    return mark
 
 
 def _mark_name(block: Block) -> str:

@@ -418,9 +418,15 @@ class ChainBelief(StructuredBelief):
 
     def marginals(self) -> tuple[Tensor, Tensor]:
         p, v = self.pattern, self.cov
-        loc = p.joined(self.nodes, self.border)
         nodes = v.node.diagonal(dim1=-2, dim2=-1)
-        return loc, p.joined(nodes, v.border.diagonal(dim1=-2, dim2=-1))
+        variance = p.taken(nodes, v.border.diagonal(dim1=-2, dim2=-1))
+        if p.coordinates is not None:
+            before, own = p.coordinates.before, p.coordinates.before >= 0
+            here, there = p.place[own], p.place[before[own]]
+            cross = v.between(here // p.node, here % p.node, there // p.node, there % p.node)
+            difference = variance[own] + variance[before[own]] - 2 * cross
+            variance = variance.index_put((own,), difference)
+        return p.values(self.nodes, self.border), variance
 
     def covariance(self, index: Tensor) -> Tensor:
         if len(index) == 1:
@@ -428,13 +434,13 @@ class ChainBelief(StructuredBelief):
         p = self.pattern
         unit = self.nodes.new_zeros(len(index), len(p.place))
         unit[torch.arange(len(index), device=index.device), index] = 1.0
-        x, b = p.split(unit)
+        x, b = p.dual(unit)
         x, b = self.factorised.solve(x.movedim(0, -1), b.mT)
-        return symmetrise(p.joined(x.movedim(-1, 0), b.mT)[:, index])
+        return symmetrise(p.values(x.movedim(-1, 0), b.mT)[:, index])
 
     def draw(self) -> Tensor:
         x, b = self.factorised.draw()
-        return self.pattern.joined(self.nodes + x, self.border + b)
+        return self.pattern.values(self.nodes + x, self.border + b)
 
     def quadratic(self, change: Tensor) -> Tensor:
         x, b = self.pattern.split(change)

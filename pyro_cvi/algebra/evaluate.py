@@ -68,6 +68,9 @@ def point_reader(values: dict[str, Tensor]) -> Reader:
 
     def read(stat: Stat) -> Tensor:
         value = values[stat.site.name]
+        if stat.statistic.kind == "cumulated":
+            sums = value.reshape(stat.site.shape).cumsum(int(stat.statistic.power))
+            return sums.reshape(-1)[stat.index]
         if stat.statistic.kind == "logdet":
             return apply_statistic(stat, value.reshape(-1, *value.shape[-2:]))[stat.index]
         flat = value.reshape(-1)

@@ -85,7 +85,10 @@ class SiteRef:
 
 
 class Statistic(NamedTuple):
-    """z ** power, log(z) or log(1 - z) of one scalar of a site, or log det of one of its matrices."""
+    """z ** power, log(z) or log(1 - z) of one scalar of a site, or log det of one of its matrices.
+
+    Or the sum of all scalars up to one along the axis `power` (see `cumulate`): for a plan to rewrite.
+    """
 
     kind: str = "power"
     power: float = 1.0
@@ -93,7 +96,8 @@ class Statistic(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "power":
             return "z" if self.power == 1 else f"z^{self.power:g}"
-        return {"log": "log z", "log1m": "log(1 - z)", "logdet": "log det z"}[self.kind]
+        names = {"log": "log z", "log1m": "log(1 - z)", "logdet": "log det z"}
+        return names.get(self.kind, "cumulative sum of z")
 
 
 IDENTITY = Statistic()

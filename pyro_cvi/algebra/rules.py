@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.algebra import functions as fn
+from pyro_cvi.algebra.cumulate import cumulated
 from pyro_cvi.algebra.expression import (
     Expression,
     Link,
@@ -37,6 +38,8 @@ __all__: list[str] = []
 E = expression_of
 _SMALL = 1 << 16
 _LONGEST_CUMSUM = 4096
+_LONG_CUMSUM = 200
+"""Scalars above which a cumulative sum stays one: the block may be a chain in its coordinates."""
 """A cumulative sum is a triangular matrix here; beyond this length it is opaque."""
 
 
@@ -259,6 +262,10 @@ def _mean(out: Tensor, x: Any, dim: Any = None, keepdim: bool = False, **kwargs:
 def _cumsum(out: Tensor, x: Any, dim: int = 0, **kwargs: Any) -> Expression | None:
     dim = kwargs.get("axis", dim)
     n = out.shape[dim]
+    if out.numel() > _LONG_CUMSUM:
+        kept = cumulated(E(x), dim)
+        if kept is not None:
+            return kept
     if n > _LONGEST_CUMSUM:
         return None
     return _along(E(x), dim, torch.ones(n, n, dtype=out.dtype, device=out.device).tril())

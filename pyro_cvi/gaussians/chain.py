@@ -16,6 +16,7 @@ K. Takahashi et al. (1973), by elimination in reverse.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +24,48 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Blocks", "Factorised", "Pattern"]
+__all__ = ["Blocks", "Cumulation", "Factorised", "Pattern"]
+
+
+@dataclass(frozen=True, eq=False)
+class Cumulation:
+    """The scalars z of some sites held as their cumulative sums s along an axis: z = D s, s = D^-1 z.
+
+    `before` (D,) is the scalar that is subtracted from each, -1 for none; `parts` has the scalars of
+    each site in the order of its shape, and the axis.
+    """
+
+    before: Tensor
+    parts: tuple[tuple[Tensor, int], ...]
+
+    @staticmethod
+    def of(size: int, sites: Sequence[tuple[Tensor, tuple[int, ...], int]]) -> Cumulation:
+        """For sites given by their scalars, shape and axis, among so many scalars in all."""
+        parts = tuple((flat.reshape(shape), axis) for flat, shape, axis in sites)
+        before = torch.full((size,), -1, device=sites[0][0].device)
+        for at, axis in parts:
+            n = at.shape[axis] - 1
+            before[at.narrow(axis, 1, n)] = at.narrow(axis, 0, n)
+        return Cumulation(before, parts)
+
+    def sums(self, z: Tensor) -> Tensor:
+        """D^-1 z along the last axis."""
+        s = z.clone()
+        for at, axis in self.parts:
+            s[..., at] = z[..., at].cumsum(axis - at.ndim)
+        return s
+
+    def values(self, s: Tensor) -> Tensor:
+        """D s along the last axis."""
+        has = self.before >= 0
+        z = s.clone()
+        z[..., has] -= s[..., self.before[has]]
+        return z
+
+    def dual(self, u: Tensor) -> Tensor:
+        """D^T u along the last axis: u^T z = (D^T u)^T s."""
+        has = self.before >= 0
+        return u.index_add(-1, self.before[has], -u[..., has])
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +74,7 @@ class Pattern:
 
     `place` (D,) is (chain * steps + step) * node + position, or -1 - its place in the border. Nodes with
     fewer scalars than others are filled up. A view is two consecutive nodes (one, in chains of one
-    step) and the border.
+    step) and the border. With `coordinates` what stands there are cumulative sums of the scalars.
     """
 
     count: int
@@ -40,6 +82,7 @@ class Pattern:
     node: int
     border: int
     place: Tensor
+    coordinates: Cumulation | None = None
 
     @property
     def views(self) -> int:
@@ -79,8 +122,21 @@ class Pattern:
         inside = place - first * self.node
         return torch.where(place >= 0, inside, self.width - self.border - 1 - place)
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(*lead, D) in block order as (*lead, count, steps, node) and (*lead, border)."""
+    def split(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (*lead, D) in block order as (*lead, count, steps, node) and (*lead, border)."""
+        return self.placed(z if self.coordinates is None else self.coordinates.sums(z))
+
+    def dual(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Coefficients (*lead, D) of the values, as coefficients of what stands in the nodes."""
+        return self.placed(u if self.coordinates is None else self.coordinates.dual(u))
+
+    def values(self, nodes: Tensor, border: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        s = self.taken(nodes, border)
+        return s if self.coordinates is None else self.coordinates.values(s)
+
+    def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(*lead, D), one number for what each scalar stands for, in its place."""
         lead = x.shape[:-1]
         nodes = x.new_zeros(*lead, self.count * self.steps * self.node)
         inside = self.place >= 0
@@ -89,8 +145,8 @@ class Pattern:
         border[..., -1 - self.place[~inside]] = x[..., ~inside]
         return nodes.reshape(*lead, self.count, self.steps, self.node), border
 
-    def joined(self, nodes: Tensor, border: Tensor) -> Tensor:
-        """The inverse of `split`."""
+    def taken(self, nodes: Tensor, border: Tensor) -> Tensor:
+        """The inverse of `placed`."""
         flat = nodes.reshape(*nodes.shape[:-3], -1)
         inside = self.place >= 0
         result = flat.new_empty(*flat.shape[:-1], len(self.place))
@@ -128,6 +184,18 @@ class Blocks:
         """sum of the products of all entries on the pattern: tr(S V) of a precision and a covariance."""
         twice = (self.step * other.step).sum() + (self.edge * other.edge).sum()
         return (self.node * other.node).sum() + 2 * twice + (self.border * other.border).sum()
+
+    def between(self, node: Tensor, at: Tensor, earlier: Tensor, there: Tensor) -> Tensor:
+        """Entries of positions `at` of nodes with positions of the same nodes, or of those before them.
+
+        Nodes are counted through all chains.
+        """
+        steps = self.node.shape[1]
+        chain, t, s = node // steps, node % steps, earlier % steps
+        same = self.node[chain, t, at, there]
+        if not self.step.shape[1]:
+            return same
+        return torch.where(t == s, same, self.step[chain, s.clamp(max=steps - 2), there, at])
 
     def times(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """S (x, b), for (*lead, B, T, d) and (*lead, g)."""

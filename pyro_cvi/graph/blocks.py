@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyro_cvi.algebra.cumulate import in_innovations
 from pyro_cvi.algebra.expression import (
     Expression,
     Group,
@@ -74,27 +75,34 @@ def gaussian_blocks(
     every = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
     gaussian = {n: latent for n, latent in every.items() if not latent.held}
     refs = {n: latent.ref for n, latent in gaussian.items()}
-    sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
-    couplings = [[s for s in c if s.site.name in gaussian] for c in sums]
+    couplings = _couplings(factors, refs)
     opaque = [set(o) & set(gaussian) for f in factors for o in _opaque_sites(f.expression)]
     apart = _apart(factors)
     groups = _join(gaussian, couplings, opaque, apart, parts)
+    blocks = [_held(x, max_dense_dim, parts.get(n, ())) for n, x in every.items() if x.held]
+    viewed: dict[str, GaussianBlock] = {}
+    if not any(parts.values()):
+        for group in groups:
+            found = None if plain & set(group) else _viewed(group, latents, factors)
+            if found is not None:
+                viewed[group[0]] = found
+    # What no views serve is laid out by the scalars that meet, with cumulative sums written out.
+    seen = {n for b in viewed.values() for n in b.sites}
+    rest = [f for f in factors if not f.expression.sites <= seen]
+    summed = [replace(f, expression=in_innovations(f.expression)) for f in rest]
+    if any(f.expression is not g.expression for f, g in zip(rest, summed, strict=True)):
+        couplings = _couplings(summed, refs)
     by_site: dict[str, list[int]] = {n: [] for n in gaussian}
     for i, c in enumerate(couplings):
         for n in {s.site.name for s in c}:
             by_site[n].append(i)
-    blocks = [_held(x, max_dense_dim, parts.get(n, ())) for n, x in every.items() if x.held]
     for group in groups:
         relevant = sorted({i for n in group for i in by_site[n]})
         near = [couplings[i] for i in relevant]
         if parts.get(group[0]):
             blocks.append(_local(group, gaussian, near, opaque, max_dense_dim, parts[group[0]]))
-            continue
-        viewed = None
-        if not any(parts.values()) and not plain & set(group):
-            viewed = _viewed(group, latents, factors)
-        if viewed is not None:
-            blocks.append(viewed)
+        elif group[0] in viewed:
+            blocks.append(viewed[group[0]])
         else:
             hidden = drawn.union(*opaque)
             blocks += _layouts(group, gaussian, near, opaque, max_dense_dim, hidden)
@@ -109,6 +117,12 @@ def _held(latent: Latent, max_dense_dim: int, parts: tuple[Part, ...]) -> Gaussi
     else:
         (block,) = _layouts([n], alone, [], [], max_dense_dim, frozenset())
     return replace(block, reason="held at its prior")
+
+
+def _couplings(factors: Sequence[Factor], refs: Mapping[str, SiteRef]) -> list[Coupling]:
+    """What meets in the cells of the factors, of these sites."""
+    sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
+    return [[s for s in c if s.site.name in refs] for c in sums]
 
 
 def _walk(e: Expression) -> Iterator[tuple[Expression, Term, Operand]]:

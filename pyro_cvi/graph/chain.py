@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_cvi.algebra.cumulate import cumulated_axes, in_sums
 from pyro_cvi.algebra.expression import Axes, SiteRef, Stat, Term, align
 from pyro_cvi.gaussians import Layout
-from pyro_cvi.gaussians.chain import Pattern
+from pyro_cvi.gaussians.chain import Cumulation, Pattern
 from pyro_cvi.graph.symbolic import Factor, Latent
 from pyro_cvi.graph.views import (
     Coupling,
@@ -106,11 +107,15 @@ class _Builder:
 
     def build(self, factors: Sequence[Factor], kept: bool) -> tuple[Chain, Viewed] | None:
         near = touching(factors, self.names)
+        near, axes = _in_sums(near, self.names)
+        self.cumulated = frozenset(axes)
         read = [[self._cells(c) for c in couplings(f.expression, self.names)] for f in near]
         joined = [c.scalars.cpu().numpy() for each in read for c in each if c.scalars.shape[1] > 1]
         pattern = self._pattern(joined, kept)
         if pattern is None:
             return None
+        if axes:
+            pattern = replace(pattern, coordinates=self._coordinates(axes))
         part = f"{self.name}: neighbours"
         ref = SiteRef(part, (pattern.views, pattern.width), 0, "real")
         rewrite = {}
@@ -125,6 +130,10 @@ class _Builder:
             rewrite[f.name] = replace(f, expression=new, behind={**f.behind, part: own})
         layout = view_layout(part, pattern.views, pattern.width, self.device)
         return Chain(pattern, (part,), _reason(pattern)), Viewed({part: layout}, rewrite)
+
+    def _coordinates(self, axes: Mapping[str, int]) -> Cumulation:
+        places = {s: (self.layout.flat(s), self.latents[s].shape, axis) for s, axis in axes.items()}
+        return Cumulation.of(self.size, list(places.values()))
 
     # --- what is read ------------------------------------------------------------------------------
 
@@ -182,11 +191,12 @@ class _Builder:
 
     def _pattern(self, joined: list[np.ndarray], kept: bool) -> Pattern | None:
         """The cheapest pattern over the borders made of the smallest sites, if it is cheap enough."""
-        order = sorted(self.sites, key=lambda s: math.prod(self.latents[s].shape))
+        order = [s for s in self.sites if s not in self.cumulated]
+        order = sorted(order, key=lambda s: math.prod(self.latents[s].shape))
         best: Pattern | None = None
         since = 0
         is_border = np.zeros(self.size, dtype=bool)
-        for i in range(len(order)):
+        for i in range(len(order) + bool(self.cumulated)):
             if i > 0:
                 is_border[self.layout.flat(order[i - 1]).cpu().numpy()] = True
             if is_border.sum() > _BORDER or is_border.all():
@@ -269,12 +279,29 @@ class _Builder:
         return time
 
 
+def _in_sums(
+    factors: Sequence[Factor], names: frozenset[str]
+) -> tuple[list[Factor], dict[str, int]]:
+    """The factors in the coordinates of cumulative sums, for sites that are summed along one axis."""
+    axes: dict[str, set[int]] = {}
+    for f in factors:
+        for site, found in cumulated_axes(f.expression).items():
+            axes.setdefault(site, set()).update(found)
+    if any(len(found) > 1 for s, found in axes.items() if s in names):
+        raise NoViewError("cumulative sums along two axes")
+    one = {s: next(iter(found)) for s, found in axes.items() if s in names}
+    if not one:
+        return list(factors), {}
+    return [replace(f, expression=in_sums(f.expression, one)) for f in factors], one
+
+
 def _reason(p: Pattern) -> str:
     if p.steps == 1:
         what = f"{p.count:,} groups of {p.node}"
     else:
         what = f"{p.steps:,} steps of {p.node}" + (f", {p.count:,} times" if p.count > 1 else "")
-    return what + (f", and {p.border} that all share" if p.border else "")
+    what += f", and {p.border} that all share" if p.border else ""
+    return what + ("; in cumulative sums" if p.coordinates else "")
 
 
 def _without(scalars: np.ndarray, is_border: np.ndarray) -> np.ndarray:

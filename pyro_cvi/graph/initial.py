@@ -132,7 +132,7 @@ def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief
 def _chain_of_nodes(p: Pattern, loc: Tensor, variance: Tensor) -> ChainBelief:
     """Independent scalars."""
     nodes, border = p.split(loc)
-    precision, own = p.split(1 / variance)
+    precision, own = p.placed(1 / variance)
     node = torch.diag_embed(precision + p.filled.to(precision))
     step = node.new_zeros(p.count, p.steps - 1, p.node, p.node)
     edge = node.new_zeros(p.count, p.steps, p.node, p.border)

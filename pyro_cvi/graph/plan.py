@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pyro_cvi.algebra.cumulate import in_innovations
 from pyro_cvi.algebra.expression import Const, Expression, Group, Link, Operand
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
@@ -438,6 +439,8 @@ def compile_factors(
     stacked: bool = True,
 ) -> list[CompiledFactor]:
     """Compile the expectation of every factor; factors that differ in data only become one."""
+    written = [replace(f, expression=in_innovations(f.expression)) for f in symbolic.factors]
+    symbolic = replace(symbolic, factors=written)
     learns = _constants_require_grad(symbolic)
     by_site = {s: b for b in blocks for s in b.sites}
     order = {n: i for i, n in enumerate(symbolic.latents)}

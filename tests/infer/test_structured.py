@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import Predictive
 from torch import Tensor
 
@@ -537,3 +538,129 @@ def test_kernels_of_pyro_are_learnt() -> None:
     losses = [cvi.step(data()) for _ in range(80)]
     assert -losses[-1] == pytest.approx(evidence(), abs=0.01)
     assert evidence() > before + 3
+
+
+# --- cumulative sums -------------------------------------------------------------------------------
+
+
+def random_walk(y, kind="plain"):
+    T = y.shape[-1]
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    scale = 0.2
+    if kind == "scale":
+        scale = pyro.sample("scale", dist.Gamma(5.0, 25.0)).rsqrt()
+    if kind == "many":
+        with pyro.plate("series", len(y), dim=-2), pyro.plate("time", T, dim=-1):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Poisson((mu + (scale * z).cumsum(-1)).exp()), obs=y)
+        return
+    if kind == "vector":
+        z = pyro.sample("z", dist.Normal(torch.zeros(T, 2), 1.0).to_event(2))
+        level = (z * torch.tensor([0.2, 0.1])).cumsum(0) @ torch.tensor([1.0, -1.0])
+    elif kind == "two":
+        z = pyro.sample("z", dist.Normal(torch.zeros(T), 1.0).to_event(1))
+        x = pyro.sample("x", dist.Normal(torch.zeros(T), 0.3).to_event(1))
+        level = 0.2 * z.cumsum(0) + x
+    elif kind == "drift":
+        b = pyro.sample("b", dist.Normal(0.0, 0.01))
+        z = pyro.sample("z", dist.Normal(torch.zeros(T), 1.0).to_event(1))
+        level = (b + 0.2 * z).cumsum(0)
+    else:
+        z = pyro.sample("z", dist.Normal(torch.zeros(T), 1.0).to_event(1))
+        level = torch.cumsum(scale * z, dim=-1)
+    with pyro.plate("time", T):
+        law = dist.Normal(mu + level, 1.0) if kind == "scale" else dist.Poisson((mu + level).exp())
+        pyro.sample("y", law, obs=y)
+
+
+@pytest.mark.parametrize("kind", ["plain", "many", "vector", "two", "drift", "scale"])
+def test_sums_of_innovations_are_chains_and_the_posterior_of_a_dense_block(kind, monkeypatch):
+    T = 260 if kind != "many" else 130
+    walk = 0.1 * torch.randn(2, T).cumsum(-1) if kind == "many" else 0.1 * torch.randn(T).cumsum(0)
+    y = dist.Poisson(walk.clamp(max=2).exp()).sample()
+    guide = AutoCVI(random_walk, max_dense_dim=2000)
+    result = CVI(random_walk, guide).run(y, kind, tol=1e-12, num_steps=300)
+    assert guide.block_of("z").structure == "chain"
+    assert "cumulative sums" in str(guide.block_of("z").reason)
+    monkeypatch.setattr(blocks, "_viewed", lambda *args: None)
+    dense = AutoCVI(random_walk, max_dense_dim=2000)
+    reference = CVI(random_walk, dense).run(y, kind, tol=1e-12, num_steps=300)
+    assert dense.block_of("z").structure == "dense"
+    assert result.losses[-1] == pytest.approx(reference.losses[-1], rel=1e-8)
+    for site in guide.plan.latents:
+        q, wanted = guide.posterior(site), dense.posterior(site)
+        tolerance = 1e-4 * float(wanted.variance.sqrt().max())
+        torch.testing.assert_close(q.mean, wanted.mean, atol=tolerance, rtol=0)
+        torch.testing.assert_close(q.variance, wanted.variance, rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            guide.quantiles([0.1])[site], dense.quantiles([0.1])[site], atol=1e-3, rtol=1e-3
+        )
+    cov, wanted = (g.joint(["z"]).covariance_matrix for g in (guide, dense))
+    torch.testing.assert_close(cov, wanted, atol=1e-5, rtol=1e-3)
+
+
+def test_draws_of_innovations_have_the_law_that_the_guide_scores():
+    y = dist.Poisson(torch.ones(250)).sample()
+    guide = AutoCVI(random_walk)
+    cvi = CVI(random_walk, guide)
+    cvi.run(y)
+    q = guide.joint(["mu", "z"])
+    draws = [poutine.trace(guide).get_trace(y) for _ in range(20)]
+    for trace in draws:
+        whole = torch.cat([trace.nodes["mu"]["value"].reshape(1), trace.nodes["z"]["value"]])
+        assert float(trace.log_prob_sum()) == pytest.approx(float(q.log_prob(whole)), rel=1e-6)
+    root = torch.linalg.inv(torch.linalg.cholesky(q.covariance_matrix))
+    values = torch.stack(
+        [torch.cat([d["mu"].reshape(1), d["z"]]) for d in (guide(y) for _ in range(400))]
+    )
+    white = (values - q.mean) @ root.mT
+    assert abs(float(white.square().mean()) - 1) < 4 * (2 / white.numel()) ** 0.5
+
+
+def test_a_chain_of_sums_is_saved_and_loaded():
+    y = dist.Poisson(torch.ones(250)).sample()
+    cvi = CVI(random_walk, AutoCVI(random_walk))
+    loss = cvi.run(y).losses[-1]
+    new = AutoCVI(random_walk)
+    new.load_state_dict(cvi.guide.state_dict())
+    assert CVI(random_walk, new).evaluate_loss(y) == pytest.approx(loss)
+
+
+def test_sums_of_sums_stay_dense():
+    y = torch.randn(220)
+
+    def model(y):
+        z = pyro.sample("z", dist.Normal(torch.zeros(220), 0.1).to_event(1))
+        level = z.cumsum(0).cumsum(0)
+        with pyro.plate("time", 220):
+            pyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(y)
+    assert cvi.guide.block_of("z").structure == "dense"
+    A = torch.ones(220, 220).tril() @ torch.ones(220, 220).tril()
+    precision = 100 * torch.eye(220) + A.mT @ A
+    q = cvi.guide.posterior("z")
+    torch.testing.assert_close(q.mean, torch.linalg.solve(precision, A.mT @ y))
+
+
+def test_a_long_sum_under_minibatches_and_in_a_sampled_factor_is_written_out():
+    y = torch.randn(300)
+
+    def model(y, size, opaque):
+        z = pyro.sample("z", dist.Normal(torch.zeros(300), 0.3).to_event(1))
+        level = z.cumsum(0)
+        mean = torch.special.erfcx(level * 0.01) if opaque else level
+        with pyro.plate("time", 300, subsample_size=size) as i:
+            pyro.sample("y", dist.Normal(mean[i], 1.0), obs=y[i])
+
+    cvi = CVI(model, AutoCVI(model))
+    for _ in range(20):
+        cvi.step(y, 100, False)
+    A = torch.ones(300, 300).tril()
+    precision = torch.eye(300) / 0.09 + A.mT @ A
+    q = cvi.guide.posterior("z")
+    torch.testing.assert_close(q.mean, torch.linalg.solve(precision, A.mT @ y), atol=1e-6, rtol=0)
+    sampled = CVI(model, AutoCVI(model))
+    sampled.run(y, None, True, num_steps=3)
+    assert sampled.guide.block_of("z").structure in ("dense", "diagonal")
