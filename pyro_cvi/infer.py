@@ -35,6 +35,7 @@ from pyro_cvi.linalg import sum_gradients
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
     SAMPLED_SETTLED,
+    forecast,
     local_posteriors,
     log_predictive,
 )
@@ -494,6 +495,27 @@ class CVI:
                 num_samples=num_samples,
                 chunk_size=chunk_size,
             )
+
+    def forecast(self, *args: Any, num_samples: int = 100, **kwargs: Any) -> dict[str, Tensor]:
+        """Draws of what comes after the data: p(z_new, x_new | data), each site (num_samples, *shape).
+
+        The arguments are those of a model that goes on for longer: sites that are larger than in the fit
+        begin with a draw of their posterior and go on as the model says, and so do sites with new names
+        (the later steps of a loop). Give it no data where it is to draw them.
+
+        Example:
+            >>> import pyro, torch, pyro.distributions as dist
+            >>> from pyro_cvi import CVI, AutoCVI
+            >>> def model(T, x=None):
+            ...     step = pyro.sample("step", dist.Normal(torch.zeros(T), 0.1).to_event(1))
+            ...     with pyro.plate("time", T):
+            ...         return pyro.sample("x", dist.Normal(step.cumsum(0), 0.1), obs=x)
+            >>> cvi = CVI(model, AutoCVI(model))
+            >>> result = cvi.run(20, torch.ones(20))
+            >>> cvi.forecast(25, num_samples=10)["x"][:, 20:].shape
+            torch.Size([10, 5])
+        """
+        return forecast(self.model, self.guide, args, kwargs, num_samples)
 
     # --- helpers -----------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
@@ -29,10 +31,11 @@ from pyro_cvi.graph.sampling import Sampler, Sampling
 from pyro_cvi.graph.symbolic import Call, plate_frames
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.linalg import broadcast_shapes, sum_to_dims
+from pyro_cvi.structured import StructuredBelief
 from pyro_cvi.sweep import Sweeper
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["local_posteriors", "log_predictive"]
+__all__ = ["forecast", "local_posteriors", "log_predictive"]
 
 _ROUNDS, _SETTLED = 200, 1e-8
 SAMPLED_ROUNDS, SAMPLED_SETTLED = 150, 1e-4
@@ -128,6 +131,70 @@ def log_predictive(
                 values.append(_local_evidence(prepared, plate))
         result.append(torch.stack(values).logsumexp(0) - math.log(num_samples))
     return torch.cat(result)
+
+
+class _Prefix(Messenger):
+    """Latent sites begin with the given values, and go on as the model draws them.
+
+    A site that is as large as the given value is that value; `used` has the names of those met.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values, self.used = values, set[str]()
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.values or msg["is_observed"]:
+            return
+        known, drawn = self.values[msg["name"]], msg["value"]
+        self.used.add(msg["name"])
+        fits = known.ndim == drawn.ndim and all(
+            a <= b for a, b in zip(known.shape, drawn.shape, strict=True)
+        )
+        if not fits:
+            raise CVIError(
+                message(
+                    f"latent site '{msg['name']}'",
+                    f"shape {tuple(drawn.shape)} in the model, {tuple(known.shape)} in the fit",
+                    "at least the elements of the fit, along every axis",
+                    "forecast with arguments that span the time of the fit and what comes after it",
+                )
+            )
+        value = drawn.clone()
+        value[tuple(slice(0, n) for n in known.shape)] = known
+        msg["value"] = value
+
+
+@torch.no_grad()
+def forecast(
+    model: Model, guide: AutoCVI, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int
+) -> dict[str, Tensor]:
+    """Draws of all sites of a model that goes on where the fitted one ended, (num_samples, *shape)."""
+    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+        raise CVIError(f"num_samples is {num_samples!r}; expected a positive integer")
+    draws: list[dict[str, Tensor]] = []
+    for _ in range(num_samples):
+        prefix = _Prefix(guide.draw(list(guide.plan.latents)))
+        with poutine.block(), prefix:
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        gone = sorted(set(guide.plan.latents) - prefix.used)
+        if gone:
+            raise CVIError(
+                message(
+                    f"latent site '{gone[0]}'",
+                    "the model does not sample it with these arguments",
+                    "all latent sites of the fit, and perhaps others after them",
+                    "forecast with arguments that span the time of the fit and what comes after it",
+                )
+            )
+        draws.append(
+            {
+                n: s["value"]
+                for n, s in trace.nodes.items()
+                if s["type"] == "sample" and not site_is_subsample(s)
+            }
+        )
+    return {n: torch.stack([d[n] for d in draws]) for n in draws[0]}
 
 
 def _local_evidence(prepared: Prepared, plate: str) -> Tensor:
@@ -328,10 +395,10 @@ def carried(guide: AutoCVI, block: Block) -> Belief:
     loc, cov = _zeros_like_fitted(guide, block)
     for site in block.sites:
         fitted = guide.block_of(site)
-        belief = guide.belief(fitted)
-        assert fitted.layout is not None and isinstance(belief, GaussianBelief)
+        assert fitted.layout is not None
         element, position = fitted.layout.element[site], fitted.layout.position[site]
-        loc[layout.element[site], layout.position[site]] = belief.loc[element, position]
+        means = _moments(guide.belief(fitted))[0]
+        loc[layout.element[site], layout.position[site]] = means[element, position]
     for name in dict.fromkeys(guide.block_of(s).name for s in block.sites):
         sites = [s for s in block.sites if guide.block_of(s).name == name]
         _add_covariance(guide, block, sites, cov)
@@ -340,23 +407,31 @@ def carried(guide: AutoCVI, block: Block) -> Belief:
 
 def _zeros_like_fitted(guide: AutoCVI, block: Block) -> tuple[Tensor, Tensor]:
     assert block.layout is not None
-    belief = guide.belief(guide.block_of(block.sites[0]))
-    assert isinstance(belief, GaussianBelief)
-    loc = belief.loc.new_zeros(block.layout.count, block.layout.width)
+    like = guide.belief(guide.block_of(block.sites[0])).tensors[0]
+    loc = like.new_zeros(block.layout.count, block.layout.width)
     return loc, torch.diag_embed(torch.zeros_like(loc))
+
+
+def _moments(belief: Belief) -> tuple[Tensor, Tensor]:
+    """Means and covariances of a Gaussian block, (elements, width) and (elements, width, width)."""
+    if isinstance(belief, StructuredBelief):
+        loc = belief.marginals()[0]
+        return loc[None], belief.covariance(torch.arange(len(loc), device=loc.device))[None]
+    assert isinstance(belief, GaussianBelief)
+    return belief.loc, belief.cov
 
 
 def _add_covariance(guide: AutoCVI, block: Block, sites: Sequence[str], cov: Tensor) -> None:
     """Covariances within one fitted block, for pairs of scalars of one new element."""
     fitted = guide.block_of(sites[0])
-    belief = guide.belief(fitted)
     new, old = block.layout, fitted.layout
-    assert new is not None and old is not None and isinstance(belief, GaussianBelief)
+    assert new is not None and old is not None
+    known = _moments(guide.belief(fitted))[1]
     e_old = torch.full((new.count, new.width), -1, device=cov.device)
     p_old = torch.zeros_like(e_old)
     for s in sites:
         e_old[new.element[s], new.position[s]] = old.element[s]
         p_old[new.element[s], new.position[s]] = old.position[s]
     same = (e_old[:, :, None] == e_old[:, None, :]) & (e_old[:, :, None] >= 0)
-    values = belief.cov[e_old[:, :, None].clamp(min=0), p_old[:, :, None], p_old[:, None, :]]
+    values = known[e_old[:, :, None].clamp(min=0), p_old[:, :, None], p_old[:, None, :]]
     cov += torch.where(same, values, torch.zeros_like(values))

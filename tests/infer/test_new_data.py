@@ -218,3 +218,98 @@ def test_misuse_is_explained(fitted):
         cvi.local_posteriors(x, plates=["row"])
     with pytest.raises(CVIError, match="has not been fitted"):
         CVI(mixture, AutoCVI(mixture)).log_predictive(x[:3])
+
+
+# --- forecasts -------------------------------------------------------------------------------------
+
+
+def local_level(T, y=None):
+    """A local level by its innovations: level_t has variance t * 0.25."""
+    z = pyro.sample("z", dist.Normal(torch.zeros(T), 0.5).to_event(1))
+    with pyro.plate("time", T):
+        pyro.sample("y", dist.Normal(z.cumsum(0), 1.0), obs=y)
+
+
+def autoregression(T, y=None):
+    """An AR(1) in a loop, with a name for every step."""
+    x = torch.zeros(())
+    for t in pyro.markov(range(T)):
+        x = pyro.sample(f"x_{t}", dist.Normal(0.9 * x, 0.5))
+        pyro.sample(f"y_{t}", dist.Normal(x, 1.0), obs=None if y is None or t >= len(y) else y[t])
+
+
+def exact_forecast(kind, y, h):
+    """Mean and covariance of the next h levels given y, by a dense Gaussian."""
+    T = len(y) + h
+    if kind == "level":
+        root = 0.5 * torch.ones(T, T).tril()
+    else:
+        lag = (torch.arange(T)[:, None] - torch.arange(T)).double()
+        root = 0.5 * (0.9**lag).tril()
+    cov = root @ root.mT
+    n = len(y)
+    gain = cov[n:, :n] @ torch.linalg.inv(cov[:n, :n] + torch.eye(n))
+    return gain @ y, cov[n:, n:] - gain @ cov[:n, n:]
+
+
+@pytest.mark.parametrize("T", [60, 300])
+@pytest.mark.parametrize("kind", ["level", "loop"])
+def test_forecasts_have_the_exact_law(kind, T):
+    if kind == "loop" and T > 60:
+        pytest.skip("a loop of 300 steps says no more than one of 60")
+    y = (0.5 * torch.randn(T)).cumsum(0) + torch.randn(T)
+    model = local_level if kind == "level" else autoregression
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(T, y)
+    S, h = 1500 if kind == "level" else 300, 5
+    draws = cvi.forecast(T + h, num_samples=S)
+    mean, cov = exact_forecast(kind, y, h)
+    if kind == "level":
+        found = draws["z"].cumsum(-1)[:, T:]
+        new = draws["y"][:, T:]
+    else:
+        found = torch.stack([draws[f"x_{t}"] for t in range(T, T + h)], -1)
+        new = torch.stack([draws[f"y_{t}"] for t in range(T, T + h)], -1)
+    error = (cov.diagonal() / S).sqrt()
+    assert float(((found.mean(0) - mean) / error).abs().max()) < 4
+    assert float((found.var(0) / cov.diagonal() - 1).abs().max()) < 4 * (2 / S) ** 0.5
+    assert float(((new - found).var(0) - 1).abs().max()) < 4 * (2 / S) ** 0.5
+
+
+def test_forecasts_say_what_is_wrong():
+    y = torch.randn(20)
+    cvi = CVI(local_level, AutoCVI(local_level))
+    with pytest.raises(CVIError, match="before"):
+        cvi.forecast(25)
+    cvi.run(20, y)
+    with pytest.raises(CVIError, match="at least the elements of the fit"):
+        cvi.forecast(10)
+    with pytest.raises(CVIError, match="num_samples"):
+        cvi.forecast(25, num_samples=0)
+    loop = CVI(autoregression, AutoCVI(autoregression))
+    loop.run(10, y[:10])
+    with pytest.raises(CVIError, match="does not sample it"):
+        loop.forecast(5)
+
+
+def test_new_rows_beside_a_block_that_is_seen_through_views():
+    """A regression of more columns than rows, and a local effect of each row."""
+    X, new = torch.randn(12, 400), torch.randn(5, 400)
+    y = X[:, 0] + 0.1 * torch.randn(12)
+
+    def model(X, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(400), 0.1).to_event(1))
+        with pyro.plate("rows", len(X)):
+            e = pyro.sample("e", dist.Beta(2.0, 2.0))
+            pyro.sample("c", dist.Bernoulli(e), obs=torch.ones(len(X)))
+            pyro.sample("y", dist.Normal(X @ w, 0.5), obs=y)
+
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(X, y)
+    assert cvi.guide.block_of("w").structure == "process"
+    rows = cvi.local_posteriors(new, new[:, 0], plates=["rows"])
+    torch.testing.assert_close(rows.posterior("w").mean, cvi.guide.posterior("w").mean)
+    torch.testing.assert_close(
+        rows.joint(["w"]).covariance_matrix, cvi.guide.joint(["w"]).covariance_matrix
+    )
+    torch.testing.assert_close(rows.posterior("e").mean, torch.full((5,), 3 / 5))
