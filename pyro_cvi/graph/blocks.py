@@ -121,8 +121,17 @@ def _held(latent: Latent, max_dense_dim: int, parts: tuple[Part, ...]) -> Gaussi
 
 def _couplings(factors: Sequence[Factor], refs: Mapping[str, SiteRef]) -> list[Coupling]:
     """What meets in the cells of the factors, of these sites."""
-    sums = [c for f in factors for c in _additive_sums(f.expression, refs)]
+    sums = [c for f in factors for c in _additive_sums(_with_all_cells(f.expression), refs)]
     return [[s for s in c if s.site.name in refs] for c in sums]
+
+
+def _with_all_cells(e: Expression) -> Expression:
+    """The expression without the sums of its terms: one over an event's elements joins nothing."""
+    terms = []
+    for t in e.terms:
+        summed = sorted(t.contracted)
+        terms.append(t.relabelled({a: -1 - e.ndim - i for i, a in enumerate(summed)}))
+    return Expression(e.shape, e.constant, tuple(terms))
 
 
 def _walk(e: Expression) -> Iterator[tuple[Expression, Term, Operand]]:
