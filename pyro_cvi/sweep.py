@@ -348,8 +348,7 @@ class Sweeper:
         name = block.name
         old, before = evaluator.beliefs[name], evaluator.expected(block)
         slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
-        slack = max(slack, evaluator.rounding(block))
-        rho = min(rate, self._rho.get(name, 1.0))
+        rho, enlarged = min(rate, self._rho.get(name, 1.0)), False
         for _ in range(_HALVINGS):
             belief, step = old.moved(gradient, rho)
             if step.improper:
@@ -358,7 +357,12 @@ class Sweeper:
             if belief.is_finite():
                 evaluator.set(name, belief)
                 far = evaluator.weight_of(block) * float(belief.kl(old))
-                if evaluator.bend(block, message, before, old) >= (1 - 1 / rho) * far - slack:
+                short = (1 - 1 / rho) * far - slack - evaluator.bend(block, message, before, old)
+                if 0 < short <= _NOTICED * float(before.abs() + 1) and not enlarged:
+                    more, enlarged = evaluator.rounding(block), True
+                    short -= max(more - slack, 0.0)
+                    slack = max(slack, more)
+                if short <= 0:
                     self._count(name, step)
                     self._rho[name] = min(1.0, 2 * rho)
                     return

@@ -152,6 +152,29 @@ def slopes(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(u[g] + x * w[g], 0.8), obs=y.repeat(8))
 
 
+def masked_and_scaled(y: Tensor) -> None:
+    """Missing rows, rows that count for several, and a prior that is tempered."""
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(60), kernel(T)))
+    keep, weight = torch.arange(60) % 4 > 0, 1.0 + torch.arange(60) % 3
+    with pyro.plate("data", 60), poutine.mask(mask=keep), poutine.scale(scale=weight):
+        pyro.sample("y", dist.Poisson(f.exp()), obs=(3 * y.abs()).floor())
+
+
+def masked_series(y: Tensor) -> None:
+    """A chain with gaps in its data, cells whose prior does not count, and a scale around all."""
+    n = 240
+    with poutine.scale(scale=0.5):
+        z = pyro.sample("z", dist.Normal(0.0, 2.0).expand([n]).to_event(1))
+        zero = torch.zeros(n - 1)
+        with pyro.plate("steps", n - 1), poutine.mask(mask=torch.arange(n - 1) % 50 > 0):
+            pyro.sample("d", dist.Normal(z[1:] - z[:-1], 0.3), obs=zero)
+        with pyro.plate("time", n):
+            pyro.sample(
+                "y", dist.Bernoulli(logits=z).mask(torch.arange(n) % 5 > 0),
+                obs=(y.repeat(4) > 0).double(),
+            )  # fmt: skip
+
+
 MODELS: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "classification": (classification, "process", ("f",)),
     "on_a_subset": (on_a_subset, "process", ("f",)),
@@ -165,6 +188,8 @@ MODELS: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "many_series": (many_series, "chain", ("drift", "x")),
     "crossed": (crossed, "chain", ("a", "beta", "v", "u", "tau")),
     "slopes": (slopes, "chain", ("mu", "s", "u", "w")),
+    "masked_and_scaled": (masked_and_scaled, "process", ("f",)),
+    "masked_series": (masked_series, "chain", ("z",)),
 }
 
 
