@@ -10,5 +10,7 @@ from pyro_cvi.families import register_family as register_family
 from pyro_cvi.guide import AutoCVI as AutoCVI
 from pyro_cvi.infer import CVI as CVI
 from pyro_cvi.infer import RunResult as RunResult
+from pyro_cvi.integrate import IntegratedPosterior as IntegratedPosterior
+from pyro_cvi.integrate import integrate as integrate
 
 __version__ = "0.1.0"

@@ -127,6 +127,13 @@ class AutoCVI(AutoGuide):
             state |= {"prototype_trace": kept.trace, "init_loc_fn": None}
         return state
 
+    def without_model(self) -> AutoCVI:
+        """A copy of the posterior that holds neither model nor data: what a pickle would give back."""
+        new = type(self).__new__(type(self))
+        for name, value in self.__getstate__().items():
+            new.__dict__[name] = value if name in _SHARED else copy.deepcopy(value)
+        return new
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoCVI:
         """A guide with its own copy of the posterior, over the same model.
 

@@ -35,10 +35,12 @@ __all__ = [
     "as_belief",
     "finite_law",
     "index_of",
+    "is_falling",
     "joint",
     "marginal",
     "median",
     "quantile",
+    "scalar_transform",
 ]
 
 
@@ -75,7 +77,7 @@ class Transformed(dist.TransformedDistribution):
 
     def _moment(self, power: int) -> Tensor:
         (transform,) = self.transforms
-        if (scalar := _scalar(transform)) is None:
+        if (scalar := scalar_transform(transform)) is None:
             raise NotImplementedError(
                 "mean and variance of a vector that is transformed as a whole: take those of draws, "
                 "posterior(site).sample([1000]).mean(0)"
@@ -98,7 +100,7 @@ class Transformed(dist.TransformedDistribution):
         return (self._moment(2) - self._moment(1) ** 2).clamp(min=0)
 
 
-def _scalar(transform: Any) -> Any:
+def scalar_transform(transform: Any) -> Any:
     """The transform of single scalars that T consists of, if it does."""
     while isinstance(transform, dist.transforms.IndependentTransform):
         transform = transform.base_transform
@@ -205,12 +207,16 @@ def quantile(
     """
     if isinstance(belief, GaussianBelief | StructuredBelief):
         assert block.layout is not None
-        if latent.transform is not None and _scalar(latent.transform) is None and not center:
+        if (
+            latent.transform is not None
+            and scalar_transform(latent.transform) is None
+            and not center
+        ):
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 draws = marginal(latent, block, belief).sample((_DRAWS,)).sort(0).values
             return draws[min(int(q * _DRAWS), _DRAWS - 1)]
-        q = 1 - q if _falls(latent.transform) else q
+        q = 1 - q if is_falling(latent.transform) else q
         if isinstance(belief, StructuredBelief):
             means, variances = (x[block.layout.flat(latent.name)] for x in belief.marginals())
             loc, scale = means, variances.clamp(min=0).sqrt()
@@ -239,7 +245,7 @@ def quantile(
     return family_quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
 
 
-def _falls(transform: Any) -> bool:
+def is_falling(transform: Any) -> bool:
     """Whether x falls with the unconstrained value; said of scalar transforms only."""
     try:
         return bool(transform is not None and transform.sign == -1)

@@ -29,6 +29,7 @@ from pyro_cvi.families.registry import peel as peel
 from pyro_cvi.families.registry import register_family as register_family
 from pyro_cvi.families.registry import registered_families as registered_families
 from pyro_cvi.families.unconstrained import Unconstrained as Unconstrained
+from pyro_cvi.families.unconstrained import bijection as bijection
 from pyro_cvi.families.unconstrained import has_bijection as has_bijection
 from pyro_cvi.families.unconstrained import log_jacobian as log_jacobian
 from pyro_cvi.families.wishart import WISHART as WISHART
