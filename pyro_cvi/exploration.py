@@ -30,16 +30,22 @@ _USED = 32.0
 """How far below the top, in nats, a point may be and still count for the interpolation."""
 _SPACING = {1: 1.0, 2: 1.25}
 """Of the lattice, in standard deviations at the mode; see docs/design.md for what was measured."""
+_TOO_FEW = 0.8
+"""A lattice of which a smaller share of the points counts than under a normal density is too coarse."""
+_REFINEMENTS = 3
+"""How often it is made finer."""
 _REACH = {1: 40, 2: 14}
 """Most steps from the mode along an axis of the lattice: a density that does not die out ends there."""
 _CLIMBS = 12
 """Most rounds of the search for the mode."""
 _PROBE = 2.5
 """Where the widths of either side are measured, in standard deviations: far out, for the tail counts."""
-_WIDER = 1.15
+_WIDER = 1.3
 """By how much a split normal law is wider than the density, so that no importance weight is large."""
 _FINE = {1: 32, 2: 8}
 """Parts into which a step of the lattice is divided where the density is interpolated."""
+_BLUR = {1: 0.04, 2: 0.12, 3: 0.2}
+"""Over how many standard deviations the masses of these are smeared in a marginal; 3 stands for more."""
 _FINE_POINTS = 1 << 12
 """Points at which the density of three or more scalars is interpolated."""
 
@@ -96,8 +102,8 @@ class Design:
     """Points and the logarithms of their volumes.
 
     `centre` and `axes` (d, d), a column for each axis, one standard deviation long, are the
-    coordinates z with u = centre + axes z. `fine` (M, d) are many more points, with `log_volume` (M,)
-    of theirs (up to a constant), for an interpolated density. `ends` tells whether the density died
+    coordinates z with u = centre + axes z. `fine` (M, d) are many more points, with `fine_log_volume`
+    (M,) of theirs (up to a constant), for an interpolated density. `ends` tells whether the density died
     out on all sides.
     """
 
@@ -107,6 +113,7 @@ class Design:
     axes: Tensor
     fine: Tensor
     fine_log_volume: Tensor
+    blur: float
     ends: bool = True
     evaluated: list[Point] = field(default_factory=list)
 
@@ -118,11 +125,31 @@ def explore(evaluate: Evaluation, start: Tensor, scale: Tensor, num_points: int)
         evaluate: L at a point, and the state that it leaves, from the state of a point near it or None.
         num_points: of the quasi-random design of three or more scalars.
     """
-    surface = Surface(evaluate)
+    surface, d = Surface(evaluate), len(start)
     centre, axes = _mode_and_axes(surface, start, scale)
-    if len(start) <= 2:
-        return _lattice(surface, centre, axes)
-    return _quasi_random(surface, centre, axes, num_points)
+    if d > 2:
+        return _quasi_random(surface, centre, axes, num_points)
+    design = _lattice(surface, centre, axes)
+    # Of a normal density so many points count: 1 / sum w^2 = (2 sqrt(pi) / spacing)^d.
+    normal = (2 * math.sqrt(math.pi) / _SPACING[d]) ** d
+    for _ in range(_REFINEMENTS):
+        at = torch.stack([p.at for p in design.points])
+        weights = torch.tensor([p.height for p in design.points], dtype=at.dtype).softmax(0)
+        share = float(1 / weights.square().sum()) / normal
+        if share > _TOO_FEW:
+            break
+        design = _lattice(surface, surface.top.at, _narrower(design.axes, at, weights, share))
+    return design
+
+
+def _narrower(axes: Tensor, at: Tensor, weights: Tensor, share: float) -> Tensor:
+    """Axes of the points' covariance, of `share` of the volume of these."""
+    change = at - weights @ at
+    cov = (change.T * weights) @ change
+    values, vectors = torch.linalg.eigh(cov)
+    found = vectors * values.clamp(min=1e-4 * float(values.max())).sqrt()
+    volumes = [torch.linalg.slogdet(a).logabsdet for a in (axes, found)]
+    return found * (share * (volumes[0] - volumes[1]).exp()) ** (1 / len(axes))
 
 
 # --- the mode ----------------------------------------------------------------------------------------
@@ -229,6 +256,7 @@ def _lattice(surface: Surface, centre: Tensor, axes: Tensor) -> Design:
         axes,
         centre + fine @ steps.T,
         torch.zeros(len(fine), dtype=centre.dtype),
+        _BLUR[d],
         ends,
         surface.points,
     )
@@ -278,7 +306,7 @@ def _quasi_random(surface: Surface, centre: Tensor, axes: Tensor, num_points: in
     good = [i for i, p in enumerate(points) if p.height > -math.inf]
     fine, fine_log_volume = place(_normal_points(d, _FINE_POINTS))
     return Design(
-        [points[i] for i in good], log_volume[good], centre, axes, fine, fine_log_volume, True,
+        [points[i] for i in good], log_volume[good], centre, axes, fine, fine_log_volume, _BLUR[3], True,
         surface.points,
     )  # fmt: skip
 

@@ -424,7 +424,7 @@ def _posterior(guide: AutoCVI, coordinates: _Coordinates, design: Design) -> Int
     laws, levels = {}, {}
     for site, own in coordinates.slices.items():
         columns = range(own.start, own.stop)
-        tables = [tabulate(design.fine[:, j], fine_weights) for j in columns]
+        tables = [tabulate(design.fine[:, j], fine_weights, design.blur) for j in columns]
         laws[site] = Tabulated(coordinates.places[site], tables, design.fine[:, own], fine_weights)
         low, high = zip(*[shares(at[:, j], weights) for j in columns], strict=True)
         levels[site] = (torch.stack(low, -1), torch.stack(high, -1))

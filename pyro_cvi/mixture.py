@@ -40,7 +40,9 @@ _LOGITS = torch.linspace(-14.0, 14.0, 57, dtype=torch.float64)
 _DRAWS = 10_000
 """For quantiles of vectors that are transformed as a whole."""
 _NODES = 257
-"""Of a table; 0.04 standard deviations apart."""
+"""Of a table; about 0.04 standard deviations apart."""
+_NOTHING = 1e-6
+"""Points of a smaller share of the largest weight are beyond a table's ends."""
 
 
 class Mixture(dist.TorchDistribution):
@@ -116,33 +118,27 @@ class Table:
         return _interpolated(p, self.values, self.nodes)
 
     def log_density(self, u: Tensor) -> Tensor:
-        """log of the slope of the distribution function."""
-        i = (torch.searchsorted(self.nodes, u, right=True) - 1).clamp(0, len(self.nodes) - 2)
-        slope = (self.values[i + 1] - self.values[i]) / (self.nodes[i + 1] - self.nodes[i])
+        """log of the slope of the distribution function, linear between the middles of its parts."""
+        middles = (self.nodes[1:] + self.nodes[:-1]) / 2
+        slope = _interpolated(u, middles, self.values.diff() / self.nodes.diff())
         inside = (u >= self.nodes[0]) & (u <= self.nodes[-1])
         return torch.where(inside, slope, torch.zeros_like(slope)).log()
 
 
-def tabulate(u: Tensor, weights: Tensor) -> Table:
-    """The table of weighted points (M,): each one's mass is spread to half way to its neighbours."""
-    scale = (u.max() - u.min()).clamp(min=1e-300)
-    unique, index = ((u - u.min()) / scale * 2**36).round().unique(return_inverse=True)
-    mass = torch.zeros(len(unique), dtype=u.dtype).index_add_(0, index, weights / weights.sum())
-    values = u.min() + unique / 2**36 * scale
-    middle = (values[1:] + values[:-1]) / 2
-    edges = torch.cat([2 * values[:1] - middle[:1], middle, 2 * values[-1:] - middle[-1:]])
-    cdf = torch.cat([torch.zeros(1, dtype=u.dtype), mass.cumsum(0)])
-    seen = (cdf > 1e-9) & (cdf < 1 - 1e-9)  # what lies outside has no mass, and would waste nodes
-    first, last = (
-        int(seen.to(torch.int).argmax()) - 1,
-        len(cdf) - int(seen.flip(0).to(torch.int).argmax()),
-    )
-    nodes = torch.linspace(
-        float(edges[max(first, 0)]), float(edges[min(last, len(edges) - 1)]), _NODES
-    ).to(u)
-    found = _interpolated(nodes, edges, cdf)
-    found = (found - found[0]) / (found[-1] - found[0])
-    return Table(nodes, found)
+def tabulate(u: Tensor, weights: Tensor, blur: float) -> Table:
+    """The table of weighted points (M,), each smeared by a normal law of `blur` standard deviations.
+
+    Before that they are drawn together, so that mean and variance stay what they are.
+    """
+    w = weights / weights.sum()
+    mean = w @ u
+    sd = (w @ (u - mean).square()).sqrt().clamp(min=1e-300)
+    z = (u - mean) / sd * math.sqrt(1 - blur**2)
+    seen = z[w > _NOTHING * w.max()]
+    nodes = torch.linspace(float(seen.min()) - 4 * blur, float(seen.max()) + 4 * blur, _NODES).to(u)
+    cdf = torch.stack([w @ torch.special.ndtr((x - z) / blur) for x in nodes])
+    cdf = (cdf - cdf[0]) / (cdf[-1] - cdf[0])
+    return Table(mean + sd * nodes, cdf)
 
 
 def _interpolated(x: Tensor, nodes: Tensor, values: Tensor) -> Tensor:

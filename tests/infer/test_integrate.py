@@ -137,7 +137,7 @@ def test_two_scales_of_a_linear_mixed_model_are_exact():
     prior = dist.HalfNormal(1.0)
     cvi = fitted(linear, prior, two=True)
     posterior = integrate(cvi, ["tau", "sigma"], prior, two=True)
-    a, b = np.linspace(-6.5, 1.6, 82), np.linspace(-7.5, 1.6, 92)
+    a, b = np.linspace(-6.5, 1.6, 55), np.linspace(-7.5, 1.6, 60)
     s, t = (x.reshape(-1) for x in np.meshgrid(np.exp(a), np.exp(b), indexing="ij"))
     found = [exact(pair) for pair in zip(s, t, strict=True)]
     logs = np.array([f[0] for f in found])
@@ -257,6 +257,36 @@ def test_three_scales_by_quasi_random_points():
         assert abs(float(q.stddev) / sd - 1) < 0.05
     with pytest.raises(CVIError, match="num_points"):
         integrate(cvi, "s0", y, num_points=31)
+
+
+def test_the_length_scale_of_a_kernel_beside_its_evidence():
+    """Sampled in the joint fit, of which a few steps will do; given it the process is exact."""
+    t = torch.linspace(0.0, 8.0, 50)
+
+    def kernel(length):
+        return torch.exp(-0.5 * ((t[:, None] - t) / length) ** 2) + 1e-6 * torch.eye(50)
+
+    def model(y):
+        length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
+        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(50), kernel(length)))
+        with pyro.plate("data", 50):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    y = t.sin() + 0.3 * torch.randn(50)
+    cvi = CVI(model, AutoCVI(model), seed=0)
+    cvi.run(y, num_steps=3)
+    posterior = integrate(cvi, "length", y)
+    assert posterior.posterior("f").mean.shape == (50,)
+    grid = torch.linspace(-2.0, 2.5, 401).exp()
+    prior = dist.LogNormal(0.0, 1.0).log_prob(grid) + grid.log()
+    noise = 0.09 * torch.eye(50)
+    laws = [dist.MultivariateNormal(torch.zeros(50), kernel(x) + noise) for x in grid]
+    w = (torch.stack([law.log_prob(y) for law in laws]) + prior).softmax(0)
+    mean = w @ grid
+    sd = (w @ (grid - mean) ** 2).sqrt()
+    q = posterior.posterior("length")
+    assert abs(q.mean - mean) < 5e-3 * sd
+    assert abs(q.stddev / sd - 1) < 5e-3
 
 
 def test_a_mixture_of_gammas_and_states_has_means_and_quantiles():
