@@ -8,11 +8,12 @@
 with u ~ N(0, s), s ~ HalfNormal(1) or HalfNormal(2) and beta ~ N(0, 5). Beside NumPyro's NUTS on the
 same model, written without centring, which its sampler prefers; the posterior is the same.
 
-Each is fitted twice: by CVI alone, in which log s is Gaussian, and with `integrate` over the scales,
-whose seconds include that fit. In election88 NUTS is a poor judge: the scale of three regions has a tail
-that one chain rarely meets, so that it has few effective draws (195 of 12,000 in a longer run, whose
-standard deviation of the constant is 0.28, and 0.34 by the law of total variance from the same draws of
-the scales).
+Each is fitted twice: by CVI alone, in which log s is Gaussian, and with `integrate` over the
+scales, whose seconds include that fit. In election88 NUTS is a poor judge: the scale of three
+regions has a tail that one chain meets by chance (its standard deviation was 0.25, 0.26 and 0.41 in
+three times 4,000 draws, in one run). The bound is right there: importance sampling from the fits at
+four values of that scale, from 0.05 to 1.5, puts log p(y, scales) 0.001 to 0.011 nats above it,
+with 991 of 1,000 draws effective.
 """
 
 from __future__ import annotations
