@@ -41,6 +41,7 @@ from pyro_cvi.mixture import (
     shares,
     tabulate,
 )
+from pyro_cvi.updates import GaussianBelief
 
 __all__ = ["IntegratedPosterior", "integrate"]
 
@@ -54,6 +55,8 @@ _DRAWS = 1000
 """Draws of the joint fit that tell where the hyperparameters are."""
 _LEAST = 1e-5
 """Points of a smaller share than this of the largest weight are left out of the mixture."""
+_NO_MASS = 5.0
+"""Nats below the top from which on it does not matter that points cannot be fitted."""
 _FEW = 0.1
 """Share of the quasi-random points that should count."""
 
@@ -333,7 +336,7 @@ class _Fits:
         )
         self._cvi = CVI(model, guide)
         self._tol = 1e-6
-        self.failures: list[Exception] = []
+        self.failures: list[tuple[Tensor, Exception]] = []
         self.unfinished = 0
 
     def __call__(self, at: Tensor, state: AutoCVI | None) -> tuple[float, AutoCVI | None]:
@@ -345,10 +348,17 @@ class _Fits:
             result = self._cvi.run(
                 values, *self._args, num_steps=_STEPS, tol=self._tol, **self._kwargs
             )
+            fit = guide.without_model()
+            for block in fit.plan.blocks:
+                belief = fit.belief(block)
+                if isinstance(
+                    belief, GaussianBelief
+                ):  # a scale of 1e-5 may be too small for float32
+                    _ = belief.scale_tril
         except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             if state is None:
                 raise
-            self.failures.append(error)
+            self.failures.append((at, error))
             return -math.inf, None
         if state is None:
             self._check(guide)
@@ -356,7 +366,7 @@ class _Fits:
         loss = result.losses[-1]
         eps = torch.finfo(next(iter(values.values())).dtype).eps
         self._tol = max(_ERROR / max(abs(loss), 1.0), 4 * eps)
-        return -loss + float(self._coordinates.log_jacobian(at)), guide.without_model()
+        return -loss + float(self._coordinates.log_jacobian(at)), fit
 
     def _check(self, guide: AutoCVI) -> None:
         sampled = sorted(guide.plan.sampled_sites())
@@ -374,11 +384,20 @@ class _Fits:
     def warn(self, design: Design) -> None:
         """Say what was not as it should be."""
         where = f"integrate({list(self._coordinates.sites)})"
-        if self.failures:
+        good = [p for p in design.evaluated if p.state is not None]
+        top = max(p.height for p in good)
+        places = torch.stack([p.at for p in good])
+        serious = []
+        for at, error in self.failures:
+            change = torch.linalg.solve(design.axes, (places - at).T)
+            nearest = good[int(change.square().sum(0).argmin())]
+            if nearest.height > top - _NO_MASS:
+                serious.append(error)
+        if serious:
             _warn(
                 where,
-                f"no fit at {len(self.failures)} of {len(design.evaluated)} points, which count for "
-                f"nothing; the first error was: {self.failures[0]}",
+                f"no fit at {len(serious)} of {len(design.evaluated)} points, which count for "
+                f"nothing; the first error was: {serious[0]}",
                 "a model that can be fitted wherever its hyperparameters have mass",
                 "bound their priors away from such values",
             )

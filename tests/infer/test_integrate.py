@@ -507,6 +507,27 @@ def test_a_scale_that_may_be_zero():
     assert abs(float(posterior.posterior("u").stddev[0])) < 1.0
 
 
+def test_scales_near_zero_in_float32_and_in_a_plate():
+    """Where precisions of 1e10 have no Cholesky factor there is no mass, and no warning."""
+    torch.set_default_dtype(torch.float32)
+
+    def model(y):
+        with pyro.plate("kinds", 2):
+            tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 12):
+            u = pyro.sample("u", dist.Normal(m, tau[..., torch.arange(12) % 2]))
+            pyro.sample("y", dist.Normal(u, 0.5), obs=y)
+
+    y = 0.3 * torch.randn(12)
+    posterior = integrate(fitted(model, y), "tau", y)
+    q = posterior.posterior("tau")
+    assert q.batch_shape == (2,) and q.log_prob(torch.ones(2)).shape == (2,)
+    assert all(bool(x.isfinite().all()) for x in posterior.median().values())
+    draws = Predictive(model, guide=posterior, num_samples=5, parallel=True)(y)
+    assert draws["tau"].shape == (5, 2)
+
+
 def test_a_prior_without_mass_ends_with_a_warning():
     """1 / s on the scale of differences that are not there: the posterior is improper at zero."""
 
