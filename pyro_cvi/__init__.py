@@ -8,6 +8,7 @@ from pyro_cvi.explain import explain as explain
 from pyro_cvi.families import AbstractFamily as AbstractFamily
 from pyro_cvi.families import register_family as register_family
 from pyro_cvi.guide import AutoCVI as AutoCVI
+from pyro_cvi.hybrid import HybridGuide as HybridGuide
 from pyro_cvi.infer import CVI as CVI
 from pyro_cvi.infer import RunResult as RunResult
 from pyro_cvi.integrate import IntegratedPosterior as IntegratedPosterior

@@ -193,11 +193,13 @@ class AutoCVI(AutoGuide):
         *,
         unchanged: bool = False,
         fitting: bool = True,
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Prepared:
         """Analyse `model` on its arguments, or find that the last analysis still holds.
 
         `chosen` are the elements for subsampled plates that would draw theirs. With `unchanged` the
         caller vouches for model and arguments. Without `fitting` the posterior has to stay what it is.
+        `beside` are the parameters of other guides, of whose sites `model` has draws.
         """
         old = self._prepared
         fixed = old is not None and not old.plan.learns and not old.plan.stochastic
@@ -205,12 +207,12 @@ class AutoCVI(AutoGuide):
             return old
         if old is not None and old.still_holds(model, args, kwargs):
             return old
-        new = prepare(model, args, kwargs, self.max_dense_dim, old, chosen=chosen)
+        new = prepare(model, args, kwargs, self.max_dense_dim, old, chosen=chosen, beside=beside)
         if old is None:
             self._adopt(new, model, args, kwargs)
         else:
             self._follow(new, fitting)
-        if self._model[0] is None:
+        if self._model[0] is None and beside is None:
             self._model = (model,)
         self._prepared = new
         return new

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import PyroOptim
 from torch import Tensor
 
@@ -30,7 +31,9 @@ from pyro_cvi.graph.prepared import Prepared, is_stream
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.graph.validation import check_model
+from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
+from pyro_cvi.hybrid import Draw, Others, split
 from pyro_cvi.linalg import sum_gradients
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
@@ -43,6 +46,8 @@ from pyro_cvi.sweep import Sweeper, kl_of
 
 __all__ = ["CVI", "RunResult"]
 
+_FORGET = 0.1
+"""Weight of the last bound in the baseline of other guides' score functions."""
 _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
 
 
@@ -69,8 +74,10 @@ class CVI:
 
     Arguments:
         model: a Pyro model.
-        guide: an `AutoCVI`.
-        optim: a `PyroOptim`, for the `pyro.param`s of the model only; the posterior needs none.
+        guide: an `AutoCVI`; or an `AutoGuideList` (best a `HybridGuide`) with one for some of the
+            sites, beside guides of any kind for the others: see `pyro_cvi.hybrid`.
+        optim: a `PyroOptim`, for the `pyro.param`s of the model and of other guides; CVI's posterior
+            needs none.
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
             TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective).
         minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
@@ -93,7 +100,7 @@ class CVI:
     def __init__(
         self,
         model: Callable[..., Any],
-        guide: AutoCVI,
+        guide: AutoCVI | AutoGuideList,
         optim: PyroOptim | None = None,
         loss: ELBO | None = None,
         *,
@@ -106,13 +113,8 @@ class CVI:
         seed: int | None = None,
     ) -> None:
         check_model(model)
-        if not isinstance(guide, AutoCVI):
-            raise CVIError(
-                message(
-                    "CVI", f"the guide is a {type(guide).__name__}", "an AutoCVI",
-                    "CVI(model, AutoCVI(model)); use pyro.infer.SVI for other guides",
-                )
-            )  # fmt: skip
+        self._own, beside = split(guide)
+        self._others = None if beside is None else Others(beside, self._own)
         if optim is not None and not isinstance(optim, PyroOptim):
             raise CVIError(
                 message(
@@ -144,6 +146,7 @@ class CVI:
         if seed is not None and not (_is_count(seed, 0) and seed < 2**63):
             raise CVIError(f"seed is {seed!r}; expected None or an integer from 0 to 2**63 - 1")
         self.model, self.guide, self.optim = model, guide, optim
+        self._baseline: float | None = None
         self.loss: ELBO = Trace_ELBO() if loss is None else loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
@@ -177,7 +180,7 @@ class CVI:
 
         With `last` None it is measured always.
         """
-        with torch.enable_grad(), self.guide.undone_on_error(), self._own_randomness():
+        with torch.enable_grad(), self._own.undone_on_error(), self._own_randomness():
             self._sweeper.temperature = temperature
             return self._step(args, kwargs, unchanged, last, tol)
 
@@ -200,21 +203,27 @@ class CVI:
         tol: float,
     ) -> float:
         sweeper = self._sweeper
-        fitted = self.guide.is_fitted
-        chosen = sweeper.chosen(self.guide.prepared)
-        prepared = self.guide.prepare(self.model, args, kwargs, chosen, unchanged=unchanged)
+        fitted = self._own.is_fitted
+        chosen = sweeper.chosen(self._own.prepared)
+        model, draw = self._given(args, kwargs, chosen)
+        prepared = self._own.prepare(
+            model, args, kwargs, self._elements(chosen, draw), unchanged=unchanged,
+            beside=None if draw is None else draw.parameters,
+        )  # fmt: skip
         self._check_params(prepared)
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
-            sweeper.is_stream = is_stream(prepared, self.model, args, kwargs)
-        before, control = self.guide.beliefs(), dict(sweeper.control)
+            sweeper.is_stream = is_stream(prepared, model, args, kwargs)
+        sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
+        before, control = self._own.beliefs(), dict(sweeper.control)
         try:
             evaluator = self._evaluator_for(prepared)
             sweeper.narrow(evaluator)
-            sampler = partial(self._sampler, prepared, args, kwargs)
-            sweeper.located = self.guide.located
-            unseen = self.guide.has_unseen()
+            sampler = partial(self._sampler, model, prepared, args, kwargs)
+            sweeper.located = self._own.located
+            unseen = self._own.has_unseen()
             sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
             elbo = evaluator.elbo() + sweeper.sampled_value
+            elbo -= 0.0 if draw is None else float(draw.log_q.detach())
             finite = all(
                 evaluator.beliefs[b.name].is_finite()
                 for b in prepared.plan.blocks
@@ -223,7 +232,7 @@ class CVI:
             if not math.isfinite(elbo) or not finite:
                 raise CVIError(self._not_finite(evaluator, elbo))
             if prepared.plan.learns:
-                self._learn(evaluator, prepared, args, kwargs)
+                self._learn(evaluator, prepared, sampler, draw, elbo)
         except BaseException:
             self._evaluator = None
             sweeper.undo(control)
@@ -231,7 +240,7 @@ class CVI:
         for block in prepared.plan.blocks:
             new = evaluator.beliefs[block.name]
             if block.placement is not None or new is not before[block.name]:
-                self.guide.set_belief(block, new)
+                self._own.set_belief(block, new)
         settled = last is None or abs(last + elbo) <= tol * max(abs(elbo), 1.0)
         self._moved = kl_of(before, evaluator.beliefs) if settled else math.inf
         sweeper.done(prepared)
@@ -245,20 +254,25 @@ class CVI:
         """
         evaluator, random = self._evaluator, torch.get_rng_state()
         try:
-            with torch.enable_grad(), self.guide.undone_on_error(always=True):
-                prepared = self.guide.prepare(self.model, args, kwargs, fitting=False)
+            with torch.enable_grad(), self._own.undone_on_error(always=True):
+                model, draw = self._given(args, kwargs, {})
+                prepared = self._own.prepare(
+                    model, args, kwargs, self._elements({}, draw), fitting=False,
+                    beside=None if draw is None else draw.parameters,
+                )  # fmt: skip
                 found = self._evaluator_for(prepared)
                 if prepared.has_local:
                     noisy = prepared.plan.noisy()
                     self._sweeper.settle(found, noisy)
                     if noisy:
                         other = Sweeper("stochastic", 1.0, 0.7, self._sweeper.seed)
-                        sampler = self._sampler(prepared, args, kwargs)
+                        sampler = self._sampler(model, prepared, args, kwargs)
                         other.settle_sampled(
                             found, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED,
-                            fresh=self.guide.has_unseen(),
+                            fresh=self._own.has_unseen(),
                         )  # fmt: skip
-                loss = -self._elbo(found, prepared, args, kwargs)
+                loss = -self._elbo(found, model, prepared, args, kwargs)
+                loss += 0.0 if draw is None else float(draw.log_q.detach())
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
@@ -315,10 +329,10 @@ class CVI:
                 if num_restarts == 1:
                     best = (result, None, self._sweeper)
                 elif best is None or finals[-1] < min(finals[:-1]):
-                    best = (result, self.guide.snapshot(), self._sweeper)
+                    best = (result, self._own.snapshot(), self._sweeper)
         finally:  # an interrupted restart leaves the best start so far
             if best is not None and best[1] is not None:
-                self.guide.restore(best[1])
+                self._own.restore(best[1])
                 self._sweeper, self._evaluator = best[2], None
             self._sweeper.accelerated = self._sweeper.is_mixture = False
         assert best is not None
@@ -349,11 +363,11 @@ class CVI:
             # The model is compared with its plan in steps 0, 1, 4, 16, ... and in the last one; if that
             # finds a change (a model of random data), in every step.
             unchanged = not _is_power_of_four(i) and 0 < i < num_steps - 1 and not changes
-            plan = self.guide.prepared
+            plan = self._own.prepared
             self._sweeper.accelerated = i < num_steps - 1  # a run ends with a plain sweep
             last = None if bar is not None else (result.losses or [math.inf])[-1]
             loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
-            changes = changes or (i > 0 and plan is not self.guide.prepared)
+            changes = changes or (i > 0 and plan is not self._own.prepared)
             result.losses.append(loss)
             result.times.append(time.perf_counter() - start)
             result.num_steps += 1
@@ -379,26 +393,27 @@ class CVI:
 
     def _average(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the average of the stationary steps in the place of the last one."""
-        prepared, averaging = self.guide.prepared, self._sweeper.averaging
+        prepared, averaging = self._own.prepared, self._sweeper.averaging
         if prepared is None or averaging.count < 2:
             return
-        with torch.enable_grad(), self.guide.undone_on_error():
+        with torch.enable_grad(), self._own.undone_on_error():
             evaluator = self._evaluator_for(prepared)
-            if self._sweeper.average(evaluator, self._sampler(prepared, args, kwargs)):
+            sampler = self._sampler(self.model, prepared, args, kwargs)
+            if self._sweeper.average(evaluator, sampler):
                 for block in prepared.plan.blocks:
-                    self.guide.set_belief(block, evaluator.beliefs[block.name])
+                    self._own.set_belief(block, evaluator.beliefs[block.name])
         averaging.restart()
 
     def _restart(self) -> None:
         """Another start, with nothing remembered."""
         old = self._sweeper
-        self.guide.reset()
+        self._own.reset()
         self._sweeper = old.fresh()
         self._evaluator = None
 
     def explain(self) -> Report:
         """What was done in each factor for each site, and why; print it."""
-        return make_report(self.guide.plan, self._sweeper.counts)  # raises before the first step
+        return make_report(self._own.plan, self._sweeper.counts)  # raises before the first step
 
     def message_noise(self, *args: Any, num_groups: int = 8, **kwargs: Any) -> dict[str, float]:
         """E[(m' - m)^T F (m' - m)] in nats, m' the sampled part of a message to a site and m its mean.
@@ -409,10 +424,14 @@ class CVI:
         """
         if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 2:
             raise CVIError(f"num_groups is {num_groups!r}; expected an integer of at least 2")
-        with torch.enable_grad(), self.guide.undone_on_error(always=True):
-            prepared = self.guide.prepare(self.model, args, kwargs, fitting=False)
-            sampler = self._sampler(prepared, args, kwargs)
-            evaluator = Evaluator(prepared.plan, self.guide.beliefs())
+        with torch.enable_grad(), self._own.undone_on_error(always=True):
+            model, draw = self._given(args, kwargs, {})
+            prepared = self._own.prepare(
+                model, args, kwargs, self._elements({}, draw), fitting=False,
+                beside=None if draw is None else draw.parameters,
+            )  # fmt: skip
+            sampler = self._sampler(model, prepared, args, kwargs)
+            evaluator = Evaluator(prepared.plan, self._own.beliefs())
             seed = self._sweeper.seed
             messages = [
                 sampler.estimate(
@@ -463,7 +482,7 @@ class CVI:
         with torch.enable_grad():
             return local_posteriors(
                 self.model,
-                self.guide,
+                self._alone("local_posteriors"),
                 args,
                 kwargs,
                 plates=plates,
@@ -488,7 +507,7 @@ class CVI:
         with torch.enable_grad():
             return log_predictive(
                 self.model,
-                self.guide,
+                self._alone("log_predictive"),
                 args,
                 kwargs,
                 plates=plates,
@@ -515,12 +534,12 @@ class CVI:
             >>> cvi.forecast(25, num_samples=10)["x"][:, 20:].shape
             torch.Size([10, 5])
         """
-        return forecast(self.model, self.guide, args, kwargs, num_samples)
+        return forecast(self.model, self._alone("forecast"), args, kwargs, num_samples)
 
     # --- helpers -----------------------------------------------------------------------------------
 
     def _evaluator_for(self, prepared: Prepared) -> Evaluator:
-        beliefs = self.guide.beliefs()
+        beliefs = self._own.beliefs()
         known = self._evaluator
         if known is not None and known[0] is prepared:
             same = all(known[1].beliefs[n] is b for n, b in beliefs.items())
@@ -530,29 +549,57 @@ class CVI:
         self._evaluator = (prepared, evaluator)
         return evaluator
 
+    def _given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
+    ) -> tuple[Callable[..., Any], Draw | None]:
+        """The model given a draw of the other guides, if there are any."""
+        if self._others is None:
+            return self.model, None
+        draw = self._others.draw(args, kwargs, chosen)
+        return draw.given(self.model), draw
+
+    def _alone(self, what: str) -> AutoCVI:
+        """CVI's own guide, where it is the only one."""
+        if self._others is not None:
+            raise CVIError(
+                message(
+                    f"CVI.{what}",
+                    "some sites belong to other guides than AutoCVI",
+                    "one AutoCVI of all sites",
+                    "use pyro.infer.Predictive(model, guide=cvi.guide)",
+                )
+            )
+        return self._own
+
+    def _elements(self, chosen: Window, draw: Draw | None) -> Window:
+        """The elements that plates see: those of the other guides where they have opened them."""
+        return chosen if draw is None else {**chosen, **draw.indices}
+
     def _sampler(
-        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Sampler:
+        self, model: Callable[..., Any], prepared: Prepared, args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Sampler:  # fmt: skip
         plan = prepared.plan
-        call = Call(self.model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
+        call = Call(model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
         return Sampler(plan, call, self.sampling)
 
     def _elbo(
         self,
         evaluator: Evaluator,
+        model: Callable[..., Any],
         prepared: Prepared,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float:
         elbo = evaluator.elbo()
         if prepared.plan.sampled_sites():
-            sampler = self._sampler(prepared, args, kwargs)
+            sampler = self._sampler(model, prepared, args, kwargs)
             seed = self._sweeper.seed
             elbo += sampler.estimate(evaluator, {}, gradient=False, seed=seed).value
         return elbo
 
     def _is_converged(self, losses: list[float], tol: float) -> bool:
-        plan = self.guide.plan
+        plan = self._own.plan
         if plan.sampled_sites() or plan.learns or len(losses) < 2:
             return False  # what is sampled has a rule of its own: see `Averaging`
         if self._sweeper.is_mixture:
@@ -566,7 +613,7 @@ class CVI:
         """The last loss; of a noisy one the mean of the last tenth, which says more."""
         if not losses:
             return math.inf
-        plan = self.guide.plan
+        plan = self._own.plan
         noisy = plan.sampled_sites() or plan.stochastic or plan.learns
         last = losses[-max(1, len(losses) // 10) :] if noisy else losses[-1:]
         return sum(last) / len(last)
@@ -587,12 +634,19 @@ class CVI:
 
     # --- parameters --------------------------------------------------------------------------------
 
+    def _expected(self, elbo: float) -> float:
+        """The ELBO of steps before, as a baseline of the score function."""
+        known = elbo if self._baseline is None else self._baseline
+        self._baseline = known + _FORGET * (elbo - known)
+        return known
+
     def _check_params(self, prepared: Prepared) -> None:
-        if prepared.plan.learns and self.optim is None:
+        if prepared.parameters and self.optim is None:
             raise CVIError(
                 message(
                     "CVI",
-                    "the model has pyro.param values (or module parameters) that require gradients",
+                    "the model, or a guide beside AutoCVI, has pyro.param values (or module parameters) "
+                    "that require gradients",
                     "an optimiser for them",
                     'pass optim=pyro.optim.Adam({"lr": 0.01}), or switch requires_grad off to hold '
                     "them fixed",
@@ -600,27 +654,28 @@ class CVI:
             )
 
     def _learn(
-        self,
-        evaluator: Evaluator,
-        prepared: Prepared,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+        self, evaluator: Evaluator, prepared: Prepared, sampler: Callable[[], Sampler],
+        draw: Draw | None, elbo: float,
+    ) -> None:  # fmt: skip
         """One step of the user's optimiser on the parameters, with the posterior held fixed.
 
-        Of processes the pseudo-observations are held: their posterior moves with the prior.
+        Of processes the pseudo-observations are held: their posterior moves with the prior. Parameters
+        of other guides have a gradient through their draw, and through its density.
         """
-        assert self.optim is not None
         leaves = list(prepared.parameters.values())
+        if not leaves:
+            return
+        assert self.optim is not None
         grads: list[Tensor | None] = [None] * len(leaves)
-        elbo = evaluator.with_learnt_priors() + evaluator.expectations()
-        if elbo.requires_grad:
-            grads = list(torch.autograd.grad(elbo, leaves, allow_unused=True))
+        bound = evaluator.with_learnt_priors() + evaluator.expectations()
+        if draw is not None:
+            bound = bound - draw.entropy + (elbo - self._expected(elbo)) * draw.score
+        if bound.requires_grad:
+            grads = list(torch.autograd.grad(bound, leaves, allow_unused=True))
         if prepared.plan.sampled_sites():
-            sampler = self._sampler(prepared, args, kwargs)
-            sampled = sampler.estimate(
-                evaluator, self._sweeper.control, parameters=leaves
-            ).parameters
+            sampled = (
+                sampler().estimate(evaluator, self._sweeper.control, parameters=leaves).parameters
+            )
             grads = [sum_gradients(a, b) for a, b in zip(grads, sampled, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
             if g is not None and not bool(g.isfinite().all()):

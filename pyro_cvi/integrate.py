@@ -480,6 +480,11 @@ def _check_cvi(cvi: CVI, sites: tuple[str, ...], num_points: int) -> None:
         or num_points % 2
     ):
         raise CVIError(f"num_points is {num_points!r}; expected an even integer of at least 16")
+    if not isinstance(cvi.guide, AutoCVI):
+        raise CVIError(
+            message(where, f"the guide is a {type(cvi.guide).__name__}", "one AutoCVI of all sites",
+                    "integrate a model that has no other guides")
+        )  # fmt: skip
     prepared = cvi.guide.prepared
     if prepared is None or not cvi.guide.is_fitted:
         raise CVIError(

@@ -72,6 +72,8 @@ _LOCAL_ROUNDS = 4
 """Most steps of these blocks, before the others see the minibatch."""
 _LOCALLY_SETTLED = 0.01
 """Nats per scalar by which a step moves them below which they have settled."""
+_MEMORY = 10.0
+"""Passes that the stochastic rule remembers where other guides, or the model, learn and so move on."""
 _DAMPED = 0.5
 """Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
 
@@ -100,6 +102,7 @@ class Sweeper:
         self.seeded = True
         self.located: Collection[str] = ()
         self.is_stream = False
+        self.drifts = False
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = 0.0
@@ -308,6 +311,9 @@ class Sweeper:
     ) -> None:
         """The step of a block outside of the subsampled plates."""
         exact = evaluator.plan.is_exact(block)
+        if memory is None and self.drifts:
+            passes = max((p.scale for p in prepared.parts.values()), default=1.0)
+            rate = max(rate, 1 / (_MEMORY * passes))
         if memory is None:
             self._seen_in_part(evaluator, block, evaluator.message(block), None, rate, exact)
             return

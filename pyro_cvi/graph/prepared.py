@@ -121,11 +121,13 @@ def prepare(
     *,
     chosen: Window | None = None,
     chunk: Mapping[str, tuple[int, Tensor]] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
 ) -> Prepared:
     """Trace, analyse, compile and check the model; reuse the blocks of a previous plan.
 
     `chosen` are the elements for plates that would draw theirs. With `chunk` (plate: full size and
-    elements) the arguments are a part of larger data.
+    elements) the arguments are a part of larger data. `beside` are the parameters of other guides, whose
+    sites the model is given draws of: others at each analysis, and perhaps with a gradient.
     """
     trace = first_run(model, args, kwargs, chosen)
     latents, nesting = describe_latents(trace)
@@ -151,7 +153,8 @@ def prepare(
     names = [n for n, s in trace.nodes.items() if is_factor_site(s)]
     call = with_dims(call, names, None if previous is None else previous.depends)
     latents = dict(call.latents)
-    age = 0 if previous is None or not parts else previous.age + 1
+    again = previous is not None and (bool(parts) or beside is not None)
+    age = previous.age + 1 if again and previous is not None else 0
     if age & (age - 1) == 0:
         unchecked = _run(call)
         symbolic, point = _verified(call, unchecked)
@@ -161,9 +164,10 @@ def prepare(
         lost = previous.lost
         symbolic, point = _lose(_run(call), lost), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
-    plan = _planned(symbolic, trace, max_dense_dim, around, old)
+    plan = _planned(symbolic, trace, max_dense_dim, around, old, beside is not None)
     check_local_data(plan, parts)
-    found = (_parameters(trace), parts, window, trace.given, call.depends, age, _sizes(trace), lost)
+    learnt = {**_parameters(trace), **(beside or {})}
+    found = (learnt, parts, window, trace.given, call.depends, age, _sizes(trace), lost)
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return Prepared(plan, nesting, indices, {}, (), trace, *found)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
@@ -234,11 +238,17 @@ def _planned(
     max_dense_dim: int,
     around: Mapping[str, tuple[Part, ...]],
     previous: Plan | None,
+    drawn: bool,
 ) -> Plan:
-    """The plan, with the factors that masks and scales of latent sites call for."""
+    """The plan, with the factors that masks and scales of latent sites call for.
+
+    With `drawn` some of the model's values are draws of other guides.
+    """
     options: dict[str, Any] = {
-        "parts": around, "stochastic": _is_subsampled(trace), "learns": bool(_parameters(trace))
-    }  # fmt: skip
+        "parts": around,
+        "stochastic": drawn or _is_subsampled(trace),
+        "learns": drawn or bool(_parameters(trace)),
+    }
     plan = make_plan(symbolic, max_dense_dim, previous, **options)
     pins = pin_factors(plan, trace) + jacobian_factors(plan, trace)
     if not pins:

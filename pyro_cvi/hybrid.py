@@ -1,0 +1,257 @@
+"""Beside other guides: q(z, r) = q(z | r) q(r), with r the sites of guides that are not CVI's.
+
+    ELBO  =  E_q(r) [ E_q(z) [log p(y, z, r)] + H[q(z)] - log q(r) ]
+
+The others (amortised encoders, flows, point estimates, Pyro's own autoguides) are drawn. Given a draw
+the model is one of z alone, which CVI fits as any other; its expectation over z is a differentiable
+function of the draw, and so the user's optimiser trains the others, and what the model learns, on the
+same bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoCallable, AutoGuide, AutoGuideList
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.windows import Window
+from pyro_cvi.guide import AutoCVI
+
+__all__ = ["Draw", "HybridGuide", "Others", "split"]
+
+
+class HybridGuide(AutoGuideList):
+    """An `AutoGuideList` whose parts may open plates of their own.
+
+    One part is an `AutoCVI` of the sites that no other part has; the others are guides of any kind. In
+    Pyro's list a part takes its plates from the list, and these have the size of the first minibatch.
+    Here a function that opens `pyro.plate("data", ...)` is a part as it is, minibatches may differ in
+    size, and the part of CVI follows the plates of the others.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro import poutine
+        >>> from pyro_cvi import CVI, AutoCVI, HybridGuide
+        >>> encoder = torch.nn.Linear(2, 2)
+        >>> def model(x):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("data", 100, subsample_size=len(x)):
+        ...         z = pyro.sample("z", dist.Normal(mu, 1.0))
+        ...         law = dist.Normal(z.unsqueeze(-1), 1.0).expand([len(x), 2])
+        ...         pyro.sample("x", law.to_event(1), obs=x)
+        >>> def encode(x):
+        ...     pyro.module("encoder", encoder)
+        ...     loc, scale = encoder(x).unbind(-1)
+        ...     with pyro.plate("data", 100, subsample_size=len(x)):
+        ...         pyro.sample("z", dist.Normal(loc, scale.exp()))
+        >>> guide = HybridGuide(model)
+        >>> guide.append(AutoCVI(poutine.block(model, hide=["z"])))
+        >>> guide.append(encode)
+        >>> cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01}))
+        >>> loss = cvi.step(torch.randn(10, 2))
+        >>> sorted(guide(torch.randn(7, 2)))
+        ['mu', 'z']
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample all parts: those of others first, and CVI's in the same plates."""
+        own, _ = split(self)
+        with _OnePlate() as plates:
+            with poutine.trace() as handler:
+                _run_others(self, own, args, kwargs)
+            result = _values(handler.trace)
+            _open_plates(self, own, plates.seen, args, kwargs)
+            result.update(own(*args, **kwargs))
+        return result
+
+
+class _OnePlate(Messenger):
+    """A plate that is opened twice is the same plate: one set of indices, and one site outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+        self._again: set[int] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not site_is_subsample(msg) or msg["name"] not in self.seen:
+            return
+        known, given = self.seen[msg["name"]], msg["value"]
+        if given is not None and not torch.equal(torch.as_tensor(given).cpu(), known.cpu()):
+            raise CVIError(
+                message(
+                    f"plate '{msg['name']}'",
+                    "two parts of the guide open it with different indices",
+                    "the same elements in all parts",
+                    "pass the same `subsample=` to both, or the same size",
+                )
+            )
+        msg["value"], msg["done"], msg["stop"] = known, True, True
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            self.seen.setdefault(msg["name"], msg["value"])
+
+
+def split(guide: Any) -> tuple[AutoCVI, AutoGuideList | None]:
+    """The AutoCVI that a guide is, or has for a part; and the list, if it is one."""
+    if isinstance(guide, AutoCVI):
+        return guide, None
+    if not isinstance(guide, AutoGuideList):
+        raise CVIError(
+            message(
+                "CVI",
+                f"the guide is a {type(guide).__name__}",
+                "an AutoCVI, or an AutoGuideList with one for some of the sites",
+                "CVI(model, AutoCVI(model)), or a pyro_cvi.HybridGuide to which it and the others are "
+                "appended; pyro.infer.SVI serves other guides",
+            )
+        )
+    own = [p for p in guide if isinstance(p, AutoCVI)]
+    if len(own) != 1:
+        raise CVIError(
+            message(
+                "CVI",
+                f"an AutoGuideList with {len(own)} parts that are AutoCVI",
+                "one such part, for all sites that no other part has",
+                'AutoCVI(poutine.block(model, hide=["names", "of", "the", "others"]))',
+            )
+        )
+    return own[0], guide
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw of the other guides.
+
+    `entropy` is the part of `log_q` = log q(r) whose gradient counts, `score` the log density of sites
+    through whose draws none comes. `parameters` are unconstrained leaves; `shared` says that some
+    site is in no plate.
+    """
+
+    values: Mapping[str, Tensor]
+    log_q: Tensor
+    entropy: Tensor
+    score: Tensor
+    parameters: Mapping[str, Tensor]
+    indices: Window
+    shared: bool
+
+    def given(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """The model with these sites at these values."""
+        return _Given(model, dict(self.values))
+
+
+class _Given:
+    def __init__(self, model: Callable[..., Any], values: dict[str, Tensor]) -> None:
+        self._model, self._values = model, values
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return poutine.condition(self._model, data=self._values)(*args, **kwargs)
+
+
+class Others:
+    """The parts of a list that are not CVI's."""
+
+    def __init__(self, guide: AutoGuideList, own: AutoCVI) -> None:
+        self._guide, self._own = guide, own
+
+    def draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> Draw:
+        """Sample them, with the elements `chosen` for plates that would draw theirs."""
+        with poutine.block(), _Chosen(chosen), _OnePlate() as plates:
+            run = poutine.trace(_run_others)
+            trace = run.get_trace(self._guide, self._own, args, kwargs)
+        trace.compute_score_parts()
+        zero = torch.zeros(())
+        log_q, entropy, score = zero, zero, zero
+        values, shared = _values(trace), False
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site):
+                continue
+            if name in values and not any(f.vectorized for f in site["cond_indep_stack"]):
+                shared = True
+            log_q = log_q + site["log_prob_sum"]
+            parts = site["score_parts"]
+            for_score, for_entropy = parts.score_function, parts.entropy_term
+            score = score + (for_score.sum() if isinstance(for_score, Tensor) else for_score)
+            entropy = entropy + (
+                for_entropy.sum() if isinstance(for_entropy, Tensor) else for_entropy
+            )
+        leaves = {
+            n: s["value"].unconstrained() for n, s in trace.nodes.items() if s["type"] == "param"
+        }
+        leaves = {n: p for n, p in leaves.items() if p.requires_grad}
+        return Draw(values, log_q, entropy, score, leaves, dict(plates.seen), shared)
+
+
+def _values(trace: Any) -> dict[str, Tensor]:
+    """What a run of guides has sampled, without what only helped to sample it."""
+    return {
+        name: site["value"]
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample"
+        and not site_is_subsample(site)
+        and not site["is_observed"]
+        and not site["infer"].get("is_auxiliary", False)
+    }
+
+
+class _Chosen(Messenger):
+    """Plates that would draw their elements take these, if there are as many."""
+
+    def __init__(self, chosen: Window) -> None:
+        super().__init__()
+        self._chosen = chosen
+
+    def _pyro_sample(self, msg: Any) -> None:
+        wanted = self._chosen.get(msg["name"]) if site_is_subsample(msg) else None
+        if wanted is not None and msg["value"] is None and len(wanted) == msg["fn"].subsample_size:
+            msg["value"], msg["done"] = wanted, True
+
+
+def _run_others(
+    guide: AutoGuideList, own: AutoCVI, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run the other parts, in the plates of the list where they take them from there."""
+    if guide.prototype_trace is None:
+        guide._setup_prototype(*args, **kwargs)
+    parts = [p for p in guide if p is not own]
+    guide.plates = {}
+    if not isinstance(guide, HybridGuide) and any(isinstance(p, AutoCallable) for p in parts):
+        guide._create_plates(*args, **kwargs)
+    for part in parts:
+        if isinstance(part, AutoGuide) and not isinstance(part, AutoCallable):
+            if part.prototype_trace is None:
+                part._setup_prototype(*args, **kwargs)
+            for name, frame in part._prototype_frames.items():
+                if name not in guide.plates:
+                    full = frame.full_size or frame.size
+                    guide.plates[name] = pyro.plate(
+                        name, full, dim=frame.dim, subsample_size=frame.size
+                    )
+        part(*args, **kwargs)
+
+
+def _open_plates(
+    guide: AutoGuideList, own: AutoCVI, seen: Mapping[str, Tensor], args: Any, kwargs: Any
+) -> None:
+    """The plates of CVI's own sites, with the elements that the others have."""
+    if own.prepared is None:
+        own._setup_prototype(*args, **kwargs)
+    for latent in own.plan.whole.latents.values():
+        for name, dim, size, full in latent.plates:
+            if name not in guide.plates:
+                index = seen.get(name)
+                window = own.plan.block_of(latent.name).placement
+                n = next((p.size for p in window.parts if p.name == name), size) if window else size
+                options = {"subsample_size": n} if index is None else {"subsample": index}
+                guide.plates[name] = pyro.plate(name, full, dim=dim, **options)
