@@ -23,10 +23,19 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
+from pyro_cvi.prediction import carried
+from pyro_cvi.sweep import Sweeper
 
 __all__ = ["Draw", "HybridGuide", "Others", "split"]
+
+
+_ROUNDS, _SETTLED = 50, 1e-6
+"""Rounds over several local blocks of CVI, and nats per scalar below which they have settled."""
 
 
 class HybridGuide(AutoGuideList):
@@ -35,7 +44,8 @@ class HybridGuide(AutoGuideList):
     One part is an `AutoCVI` of the sites that no other part has; the others are guides of any kind. In
     Pyro's list a part takes its plates from the list, and these have the size of the first minibatch.
     Here a function that opens `pyro.plate("data", ...)` is a part as it is, minibatches may differ in
-    size, and the part of CVI follows the plates of the others.
+    size, and the part of CVI follows the plates of the others. Its own sites in these plates (the
+    cluster of a row) are drawn from their posterior given what the others have drawn, for any rows.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -69,7 +79,11 @@ class HybridGuide(AutoGuideList):
             with poutine.trace() as handler:
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
+            around = _plates_of(handler.trace)
             _open_plates(self, own, plates.seen, args, kwargs)
+            if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
+                given = _Given(self.model, {n: x.detach() for n, x in result.items()})
+                own = _settled(self, own, given, around, args, kwargs, plates.seen)
             result.update(own(*args, **kwargs))
         return result
 
@@ -203,6 +217,59 @@ def _values(trace: Any) -> dict[str, Tensor]:
         and not site["is_observed"]
         and not site["infer"].get("is_auxiliary", False)
     }
+
+
+def _plates_of(trace: Any) -> frozenset[str]:
+    """The plates around what a run of guides has sampled."""
+    sites = (trace.nodes[n] for n in _values(trace))
+    return frozenset(f.name for s in sites for f in s["cond_indep_stack"] if f.vectorized)
+
+
+@torch.enable_grad()
+def _settled(
+    guide: AutoGuideList, own: AutoCVI, given: Callable[..., Any], around: frozenset[str],
+    args: tuple[Any, ...], kwargs: dict[str, Any], indices: Window,
+) -> AutoCVI:  # fmt: skip
+    """CVI's part with the sites in these plates at their optimum given a draw of the others.
+
+    The others keep the fitted posterior; `own` itself is not touched.
+    """
+    new = AutoCVI(given, max_dense_dim=own.max_dense_dim)
+    with poutine.block():
+        prepared = prepare(given, args, kwargs, own.max_dense_dim, chosen=dict(indices), beside={})
+    plan = prepared.plan
+    new.adopt(prepared, {})
+    local = [b for b in plan.blocks if _is_inside(plan, b, around)]
+    noisy = plan.noisy() & {b.name for b in local}
+    if noisy:
+        raise CVIError(
+            message(
+                f"latent site '{min(noisy)}'",
+                "given the other guides its message can only be sampled",
+                "sites of AutoCVI with exact messages or quadrature in the plates of other guides",
+                "leave this site to another guide",
+            )
+        )
+    for block in plan.blocks:
+        if block not in local:
+            new.set_belief(block, carried(own, block))
+    evaluator, sweeper = Evaluator(plan, new.beliefs()), Sweeper("stochastic", 1.0, 0.7)
+    for _ in range(1 if len(local) == 1 and plan.is_exact(local[0]) else _ROUNDS):
+        moved = 0.0
+        for block in local:
+            old = evaluator.beliefs[block.name]
+            sweeper.deterministic(evaluator, block)
+            moved = max(moved, float(old.kl(evaluator.beliefs[block.name])) / max(block.size, 1))
+        if moved < _SETTLED:
+            break
+    for block in local:
+        new.set_belief(block, evaluator.beliefs[block.name])
+    new._update_master(own.master)
+    return new
+
+
+def _is_inside(plan: Plan, block: Block, plates: frozenset[str]) -> bool:
+    return all(plates & {n for n, *_ in plan.latents[s].plates} for s in block.sites)
 
 
 class _Chosen(Messenger):

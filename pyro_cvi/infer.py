@@ -86,6 +86,8 @@ class CVI:
             takes steps of size rho_t. It also serves batches that are mixed anew, and streams: rows
             that do not change with the indices their plate draws.
         delay, forget: rho_t = (t + delay)^-forget at step t = 0, 1, ... of the stochastic rule.
+        memory: passes over the data that this rule remembers at most where other guides or the model
+            learn parameters, and its targets move with them; math.inf for no limit.
         num_samples: draws a step, for factors that neither algebra nor quadrature can average; at
             least 4, and an even number. A Gaussian block gets four for each of its scalars up to 32 of
             them, and two up to 64.
@@ -107,6 +109,7 @@ class CVI:
         minibatch: str = "stored",
         delay: float = 1.0,
         forget: float = 0.7,
+        memory: float = 10.0,
         num_samples: int = 16,
         antithetic: bool = True,
         fisher: str = "analytic",
@@ -137,6 +140,8 @@ class CVI:
                 f"delay is {delay!r} and forget is {forget!r}; expected delay >= 0 and forget in "
                 "(0.5, 1], for which the steps of the stochastic rule converge"
             )
+        if not memory >= 1:
+            raise CVIError(f"memory is {memory!r}; expected a number of passes, at least one")
         if not _is_count(num_samples, 2):
             raise CVIError(f"num_samples is {num_samples!r}; expected an integer of at least 2")
         if fisher not in ("analytic", "sampled"):
@@ -150,7 +155,7 @@ class CVI:
         self.loss: ELBO = Trace_ELBO() if loss is None else loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
-        self._sweeper = Sweeper(minibatch, delay, forget, seed)
+        self._sweeper = Sweeper(minibatch, delay, forget, seed, memory)
         self._moved = math.inf
 
     def __getstate__(self) -> dict[str, Any]:

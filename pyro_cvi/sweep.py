@@ -72,8 +72,6 @@ _LOCAL_ROUNDS = 4
 """Most steps of these blocks, before the others see the minibatch."""
 _LOCALLY_SETTLED = 0.01
 """Nats per scalar by which a step moves them below which they have settled."""
-_MEMORY = 10.0
-"""Passes that the stochastic rule remembers where other guides, or the model, learn and so move on."""
 _DAMPED = 0.5
 """Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
 
@@ -87,12 +85,15 @@ class Sweeper:
         minibatch: "stored" keeps each batch's messages where they fit into memory, "stochastic" never.
         delay, forget: of the stochastic rule, rho_t = (t + delay)^-forget for t = 0, 1, ...
         seed: of the draws; None takes torch's random state.
+        memory: passes that the stochastic rule remembers at most, where its targets `drifts`.
     """
 
     def __init__(
-        self, minibatch: str, delay: float, forget: float, seed: int | None = None
-    ) -> None:
+        self, minibatch: str, delay: float, forget: float, seed: int | None = None,
+        memory: float = math.inf,
+    ) -> None:  # fmt: skip
         self.minibatch, self.delay, self.forget = minibatch, delay, forget
+        self.memory = memory
         self.seed = seed
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.time = 0
@@ -133,7 +134,7 @@ class Sweeper:
 
     def fresh(self) -> Sweeper:
         """Another one with the same settings and other draws, and with nothing remembered."""
-        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed)
+        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed, self.memory)
         new._seeds = self._seeds
         return new
 
@@ -313,7 +314,7 @@ class Sweeper:
         exact = evaluator.plan.is_exact(block)
         if memory is None and self.drifts:
             passes = max((p.scale for p in prepared.parts.values()), default=1.0)
-            rate = max(rate, 1 / (_MEMORY * passes))
+            rate = max(rate, 1 / (self.memory * passes))
         if memory is None:
             self._seen_in_part(evaluator, block, evaluator.message(block), None, rate, exact)
             return

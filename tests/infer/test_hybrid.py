@@ -1,0 +1,357 @@
+"""CVI beside other guides: the same bound, unbiased gradients, and the posterior given their draws.
+
+Oracles: closed forms of linear Gaussian models, enumeration, Pyro's own ELBO of model and guide.
+"""
+
+import copy
+import io
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from torch import nn
+
+from pyro_cvi import CVI, AutoCVI, CVIError, HybridGuide, integrate
+
+N = 40
+
+
+def model(x, full=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", full or len(x), subsample_size=len(x)):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(1, 2)
+
+    def forward(self, x):
+        loc, log_scale = self.line(x.unsqueeze(-1)).unbind(-1)
+        return loc, log_scale.exp()
+
+
+def amortised(the_model=model, encoder=None):
+    encoder = encoder or Encoder()
+
+    def encode(x, full=None):
+        pyro.module("encoder", encoder)
+        loc, scale = encoder(x)
+        with pyro.plate("data", full or len(x), subsample_size=len(x)):
+            pyro.sample("z", dist.Normal(loc, scale))
+
+    guide = HybridGuide(the_model)
+    guide.append(AutoCVI(poutine.block(the_model, hide=["z"])))
+    guide.append(encode)
+    return guide, encoder
+
+
+def data():
+    return 1.4 * torch.randn(N) + 1.5
+
+
+@pytest.mark.parametrize("size", [N, 10, 16])
+def test_an_amortised_guide_and_an_exact_block_reach_their_common_optimum(size):
+    """z_n | x_n has mean (mu + x_n) / 2, variance 1/2; mu has precision 1 + N, mean sum x / (2 + N)."""
+    x = data()
+    guide, encoder = amortised()
+    cvi = CVI(model, guide, optim=pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.997}))
+    for _ in range(1200 // math.ceil(N / size)):
+        for rows in torch.randperm(N).split(size):
+            cvi.step(x[rows], N)
+    q = guide[0].posterior("mu")
+    exact = float(x.sum() / (2 + N))
+    assert float(q.mean) == pytest.approx(exact, abs=0.1)
+    assert float(q.variance) == pytest.approx(1 / (1 + N), rel=1e-5)
+    weight, bias = encoder.line.weight[:, 0].detach(), encoder.line.bias.detach()
+    assert float(weight[0]) == pytest.approx(0.5, abs=0.06)
+    assert float(bias[0]) == pytest.approx(exact / 2, abs=0.1)
+    assert float(bias[1] + weight[1]) == pytest.approx(-0.5 * math.log(2), abs=0.1)
+
+
+class Note(torch.optim.SGD):
+    """Moves nothing and keeps the gradients."""
+
+    seen: dict = {}  # noqa: RUF012
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.seen.setdefault(p, []).append(p.grad.clone())
+        return super().step(closure)
+
+
+def gradients(cvi, args, steps):
+    """Mean gradient of each parameter over steps that all begin in the same state, and its error."""
+    Note.seen = {}
+    state = copy.deepcopy(cvi.guide[0].state_dict())
+    for _ in range(steps):
+        cvi.step(*args)
+        cvi.guide[0].load_state_dict(state)
+    values = {p: torch.stack(g) for p, g in Note.seen.items()}
+    return {p: (g.mean(0), g.std(0) / math.sqrt(steps)) for p, g in values.items()}
+
+
+def test_gradients_of_an_encoder_are_those_of_the_bound():
+    """At a fixed q(mu): E log N(z; mu, 1) + E log N(x; z, 1) + H in closed form."""
+    x = data()
+    guide, encoder = amortised()
+    cvi = CVI(
+        model,
+        guide,
+        optim=pyro.optim.PyroOptim(Note, {"lr": 0.0}),
+        delay=1e9,
+        forget=1.0,
+        memory=math.inf,
+    )
+    cvi.step(x)  # with steps of size 1e-9, q(mu) stays where it is
+    q = guide[0].posterior("mu")
+    found = gradients(cvi, (x,), 600)
+    loc, scale = encoder(x)
+    expected = -0.5 * ((loc - q.mean) ** 2 + scale**2 + q.variance)
+    expected = expected - 0.5 * ((x - loc) ** 2 + scale**2) + scale.log()
+    wanted = torch.autograd.grad(-expected.sum(), list(encoder.parameters()))
+    for p, g in zip(encoder.parameters(), wanted, strict=True):
+        mean, error = found[p]
+        assert float(((mean - g).abs() / error.clamp(min=1e-9)).max()) < 4.5
+
+
+def test_a_discrete_site_of_another_guide_has_the_score_function():
+    """b ~ Bernoulli(p): the gradient of the enumerated bound in the logit of q(b)."""
+    x = torch.tensor([0.3, 1.2, 0.7])
+
+    def model(x):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Bernoulli(0.3))
+        with pyro.plate("data", 3):
+            pyro.sample("x", dist.Normal(mu + b, 1.0), obs=x)
+
+    def other(x):
+        logit = pyro.param("logit", torch.tensor(0.4))
+        pyro.sample("b", dist.Bernoulli(logits=logit))
+
+    guide = HybridGuide(model)
+    guide.append(AutoCVI(poutine.block(model, hide=["b"])))
+    guide.append(other)
+    cvi = CVI(
+        model,
+        guide,
+        optim=pyro.optim.PyroOptim(Note, {"lr": 0.0}),
+        delay=1e9,
+        forget=1.0,
+        memory=math.inf,
+    )
+    cvi.step(x)
+    q = guide[0].posterior("mu")
+    found = gradients(cvi, (x,), 1500)
+    logit = torch.tensor(0.4, requires_grad=True)
+    p = logit.sigmoid()
+
+    def log_joint(b):
+        fit = -0.5 * ((x - q.mean - b) ** 2 + q.variance).sum()
+        return fit + math.log(0.3 if b else 0.7)
+
+    bound = p * (log_joint(1) - p.log()) + (1 - p) * (log_joint(0) - (1 - p).log())
+    (wanted,) = torch.autograd.grad(-bound, logit)
+    (mean, error) = next(iter(found.values()))
+    assert abs(float(mean - wanted)) < 4 * float(error)
+    assert float(error) < 0.3
+
+
+def test_the_loss_is_pyros_own_of_model_and_guide():
+    x = data()
+    guide, _ = amortised()
+    cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01}))
+    for _ in range(20):
+        cvi.step(x)
+    before = copy.deepcopy(guide.state_dict())
+    ours = np.array([cvi.evaluate_loss(x) for _ in range(300)])
+    theirs = np.array([Trace_ELBO().loss(model, guide, x) for _ in range(600)])
+    error = math.hypot(ours.std() / 300**0.5, theirs.std() / 600**0.5)
+    assert abs(ours.mean() - theirs.mean()) < 4 * error
+    after = guide.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def mixture(x, full=None):
+    w = pyro.sample("w", dist.Dirichlet(torch.full((3,), 20.0)))
+    with pyro.plate("components", 3):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+        tau = pyro.sample("tau", dist.Gamma(torch.full((2,), 2.0), 1.0).to_event(1))
+    with pyro.plate("data", full or len(x), subsample_size=len(x)):
+        c = pyro.sample("c", dist.Categorical(w))
+        z = pyro.sample("z", dist.Normal(mu[c], tau[c].rsqrt()).to_event(1))
+        pyro.sample("x", dist.Normal(z, 0.3).to_event(1), obs=x)
+
+
+def clusters(rows=150):
+    centres = torch.tensor([[-4.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
+    label = torch.arange(rows) % 3
+    return centres[label] + 0.5 * torch.randn(rows, 2), label, centres
+
+
+def mixture_guide():
+    encoder = nn.Linear(2, 4)
+
+    def encode(x, full=None):
+        pyro.module("encoder", encoder)
+        loc, log_scale = encoder(x).chunk(2, -1)
+        with pyro.plate("data", full or len(x), subsample_size=len(x)):
+            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+
+    guide = HybridGuide(mixture)
+    guide.append(AutoCVI(poutine.block(mixture, hide=["z"])))
+    guide.append(encode)
+    return guide, encoder
+
+
+@pytest.mark.parametrize("size", [None, 50])
+def test_a_mixture_prior_over_amortised_codes(size):
+    """Clusters are found; the state of a row is that given its code, also for rows never seen."""
+    x, label, centres = clusters()
+    guide, _ = mixture_guide()
+    cvi = CVI(mixture, guide, optim=pyro.optim.Adam({"lr": 0.03}))
+    for _ in range(150):
+        for rows in torch.randperm(len(x)).split(size or len(x)):
+            cvi.step(x[rows], len(x))
+    means = guide[0].posterior("mu").mean
+    nearest = (centres[:, None] - means).norm(dim=-1).min(1).values
+    assert float(nearest.max()) < 0.5
+    new, label, _ = clusters(30)
+    draws = [guide(new, len(x)) for _ in range(3)]
+    order = (centres[:, None] - means).norm(dim=-1).argmin(1)
+    for draw in draws:
+        assert sorted(draw) == ["c", "mu", "tau", "w", "z"]
+        assert float((draw["c"] == order[label]).double().mean()) > 0.95
+    predictive = Predictive(mixture, guide=guide, num_samples=3)(new, len(x))
+    assert predictive["c"].shape == (3, 30) and predictive["z"].shape == (3, 30, 2)
+    trace = poutine.trace(guide).get_trace(new, len(x))
+    assert math.isfinite(float(trace.log_prob_sum()))
+
+
+def test_pyros_autoguides_beside_cvi():
+    """A point estimate and a normal guide of other sites; the exact block given them."""
+    inputs = torch.randn(50, 2)
+    y = inputs @ torch.tensor([1.0, -2.0]) + 0.3 * torch.randn(50)
+
+    def model(inputs, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        b = pyro.sample("b", dist.Normal(0.0, 2.0))
+        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(inputs @ w + b, scale), obs=y)
+
+    guide = AutoGuideList(model)
+    guide.append(AutoCVI(poutine.block(model, expose=["w"])))
+    guide.append(AutoNormal(poutine.block(model, expose=["b"])))
+    guide.append(AutoDelta(poutine.block(model, expose=["scale"])))
+    cvi = CVI(model, guide, optim=pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.998}))
+    cvi.run(inputs, y, num_steps=1200)
+    scale = float(guide.median(inputs, y)["scale"])
+    assert scale == pytest.approx(0.3, abs=0.1)
+    precision = torch.eye(2) / 4 + inputs.mT @ inputs / scale**2
+    q = guide[0].posterior("w")
+    torch.testing.assert_close(
+        torch.linalg.inv(precision), q.covariance_matrix, rtol=0.15, atol=1e-4
+    )
+    mean = torch.linalg.solve(precision, inputs.mT @ (y - guide.median(inputs, y)["b"]) / scale**2)
+    sd = q.variance.sqrt()
+    assert float(((q.mean - mean).abs() / sd).max()) < 0.5
+    torch.testing.assert_close(guide.median(inputs, y)["w"], q.mean)
+
+
+def test_annealing_by_scales_in_model_and_guide():
+    """poutine.scale around z on both sides weighs its KL: with weight zero the encoder fits x alone."""
+
+    def scaled(weight):
+        pyro.clear_param_store()
+
+        def model(x, full=None):
+            mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+            with pyro.plate("data", len(x)):
+                with poutine.scale(scale=weight):
+                    z = pyro.sample("z", dist.Normal(mu, 1.0))
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+        encoder = Encoder()
+
+        def encode(x, full=None):
+            pyro.module("encoder", encoder)
+            loc, scale = encoder(x)
+            with pyro.plate("data", len(x)), poutine.scale(scale=weight):
+                pyro.sample("z", dist.Normal(loc, scale))
+
+        guide = HybridGuide(model)
+        guide.append(AutoCVI(poutine.block(model, hide=["z"])))
+        guide.append(encode)
+        cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.05}))
+        x = data()
+        for _ in range(400):
+            cvi.step(x)
+        return encoder.line.weight.detach()[0, 0]
+
+    assert float(scaled(1e-3)) == pytest.approx(1.0, abs=0.06)
+    assert float(scaled(1.0)) == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_hybrid_guide_is_saved_and_loaded():
+    x = data()
+    guide, encoder = amortised()
+    cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.02}))
+    for _ in range(30):
+        cvi.step(x)
+    other, _ = amortised(encoder=encoder)
+    file = io.BytesIO()
+    torch.save(guide.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    q = guide[0].posterior("mu")
+    second = CVI(
+        model, other, optim=pyro.optim.Adam({"lr": 0.0}), delay=1e9, forget=1.0, memory=math.inf
+    )
+    second.step(x)
+    torch.testing.assert_close(other[0].posterior("mu").mean, q.mean)
+
+
+def test_what_is_wrong_is_said():
+    x = data()
+    guide, _ = amortised()
+    with pytest.raises(CVIError, match="optimiser"):
+        CVI(model, guide).step(x)
+    empty = HybridGuide(model)
+    empty.append(AutoNormal(model))
+    with pytest.raises(CVIError, match="0 parts"):
+        CVI(model, empty)
+    two = HybridGuide(model)
+    two.append(AutoCVI(poutine.block(model, expose=["mu"])))
+    two.append(AutoCVI(poutine.block(model, expose=["z"])))
+    with pytest.raises(CVIError, match="2 parts"):
+        CVI(model, two)
+    with pytest.raises(CVIError, match="HybridGuide"):
+        CVI(model, AutoNormal(model))
+    cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01}))
+    cvi.step(x)
+    for call in (cvi.local_posteriors, cvi.log_predictive, cvi.forecast):
+        with pytest.raises(CVIError, match="other guides"):
+            call(x)
+    with pytest.raises(CVIError, match="one AutoCVI of all sites"):
+        integrate(cvi, "mu", x)
+
+
+def test_an_error_leaves_the_posterior_as_it_was():
+    x = data()
+    guide, _ = amortised()
+    cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01}))
+    cvi.step(x)
+    before = guide[0].posterior("mu").mean
+    with pytest.raises(ValueError, match="nan"):
+        cvi.step(torch.full((N,), math.nan))
+    torch.testing.assert_close(guide[0].posterior("mu").mean, before, rtol=0, atol=0)
