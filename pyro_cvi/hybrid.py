@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.evaluator import Evaluator
-from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
@@ -148,8 +147,8 @@ class Draw:
     """One draw of the other guides.
 
     `entropy` is the part of `log_q` = log q(r) whose gradient counts, `score` the log density of sites
-    through whose draws none comes. `parameters` are unconstrained leaves; `shared` says that some
-    site is in no plate.
+    through whose draws none comes. `parameters` are unconstrained leaves; `plates` those around the
+    sites, and `shared` says that some site is in none.
     """
 
     values: Mapping[str, Tensor]
@@ -158,6 +157,7 @@ class Draw:
     score: Tensor
     parameters: Mapping[str, Tensor]
     indices: Window
+    plates: frozenset[str]
     shared: bool
 
     def given(self, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +204,9 @@ class Others:
             n: s["value"].unconstrained() for n, s in trace.nodes.items() if s["type"] == "param"
         }
         leaves = {n: p for n, p in leaves.items() if p.requires_grad}
-        return Draw(values, log_q, entropy, score, leaves, dict(plates.seen), shared)
+        return Draw(
+            values, log_q, entropy, score, leaves, dict(plates.seen), _plates_of(trace), shared
+        )
 
 
 def _values(trace: Any) -> dict[str, Tensor]:
@@ -239,7 +241,9 @@ def _settled(
         prepared = prepare(given, args, kwargs, own.max_dense_dim, chosen=dict(indices), beside={})
     plan = prepared.plan
     new.adopt(prepared, {})
-    local = [b for b in plan.blocks if _is_inside(plan, b, around)]
+    evaluator, sweeper = Evaluator(plan, new.beliefs()), Sweeper("stochastic", 1.0, 0.7)
+    sweeper.beside = around
+    local = [b for b in plan.blocks if sweeper.is_local(plan, b)]
     noisy = plan.noisy() & {b.name for b in local}
     if noisy:
         raise CVIError(
@@ -252,24 +256,12 @@ def _settled(
         )
     for block in plan.blocks:
         if block not in local:
-            new.set_belief(block, carried(own, block))
-    evaluator, sweeper = Evaluator(plan, new.beliefs()), Sweeper("stochastic", 1.0, 0.7)
-    for _ in range(1 if len(local) == 1 and plan.is_exact(local[0]) else _ROUNDS):
-        moved = 0.0
-        for block in local:
-            old = evaluator.beliefs[block.name]
-            sweeper.deterministic(evaluator, block)
-            moved = max(moved, float(old.kl(evaluator.beliefs[block.name])) / max(block.size, 1))
-        if moved < _SETTLED:
-            break
-    for block in local:
+            evaluator.set(block.name, carried(own, block))
+    sweeper.settle(evaluator, rounds=_ROUNDS, settled=_SETTLED)
+    for block in plan.blocks:
         new.set_belief(block, evaluator.beliefs[block.name])
     new._update_master(own.master)
     return new
-
-
-def _is_inside(plan: Plan, block: Block, plates: frozenset[str]) -> bool:
-    return all(plates & {n for n, *_ in plan.latents[s].plates} for s in block.sites)
 
 
 class _Chosen(Messenger):

@@ -218,6 +218,7 @@ class CVI:
         self._check_params(prepared)
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
             sweeper.is_stream = is_stream(prepared, model, args, kwargs)
+        sweeper.beside = frozenset() if draw is None else draw.plates
         sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
         before, control = self._own.beliefs(), dict(sweeper.control)
         try:

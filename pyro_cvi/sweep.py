@@ -104,6 +104,7 @@ class Sweeper:
         self.located: Collection[str] = ()
         self.is_stream = False
         self.drifts = False
+        self.beside: frozenset[str] = frozenset()
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = 0.0
@@ -244,7 +245,9 @@ class Sweeper:
     ) -> None:
         """Bring the local blocks to their optimum given the others."""
         plan = evaluator.plan
-        local = [b for b in plan.blocks if b.placement and b.moves and b.name not in noisy]
+        local = [
+            b for b in plan.blocks if b.moves and b.name not in noisy and self.is_local(plan, b)
+        ]
         once = len(local) == 1 and plan.is_exact(local[0])
         for _ in range(1 if once else rounds):
             moved = 0.0
@@ -257,11 +260,17 @@ class Sweeper:
             if moved < settled:
                 return
 
+    def is_local(self, plan: Plan, block: Block) -> bool:
+        """Whether a block is of single elements: of a minibatch, or of what other guides draw."""
+        plates = [{n for n, *_ in plan.latents[s].plates} for s in block.sites]
+        return bool(block.placement) or all(p & self.beside for p in plates)
+
     def _minibatch(
         self, evaluator: Evaluator, prepared: Prepared, noisy: frozenset[str], fitted: bool
     ) -> None:
         plan = prepared.plan
-        outer = [b for b in plan.blocks if not b.placement and b.moves and b.name not in noisy]
+        outer = [b for b in plan.blocks if b.moves and b.name not in noisy]
+        outer = [b for b in outer if not self.is_local(plan, b)]
         memory = self._memory_for(prepared, outer, fitted)
         counts: Tensor | None = None
         if memory is not None:
