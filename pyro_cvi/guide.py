@@ -148,6 +148,28 @@ class AutoCVI(AutoGuide):
         new.__dict__["_model"] = (memo.get(id(model), model),)
         return new
 
+    def saved(self) -> dict[str, Any]:
+        """The posterior and what asking it needs; `resume` takes it into a guide of the same model."""
+        known = None if self._prepared is None else _without_model(self._prepared)
+        return {
+            "buffers": dict(self.state_dict()),
+            "prepared": known,
+            "frames": dict(self._prototype_frames),
+            "start": self._start,
+        }
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Be the guide that was `saved`, before any data is seen."""
+        prepared = saved["prepared"]
+        self._prepared, self._prototype_frames = prepared, dict(saved["frames"])
+        self._start = saved["start"]
+        self.prototype_trace = None if prepared is None else prepared.trace
+        self._buffers.clear()
+        for name, value in saved["buffers"].items():
+            self.register_buffer(name, value.clone())
+        self._beliefs.clear()
+        self._fitted = prepared is not None
+
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -857,5 +879,11 @@ def _without_model(prepared: Prepared) -> Prepared:
     }
     plan = replace(plan, latents=latents, factors=(), structure=plan.structure.fresh())
     return replace(
-        prepared, plan=plan, subsample={}, point={}, fingerprint=(), trace=poutine.Trace()
+        prepared,
+        plan=plan,
+        subsample={},
+        point={},
+        fingerprint=(),
+        trace=poutine.Trace(),
+        parameters={},
     )

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import PyroOptim
@@ -152,6 +153,8 @@ class CVI:
             raise CVIError(f"seed is {seed!r}; expected None or an integer from 0 to 2**63 - 1")
         self.model, self.guide, self.optim = model, guide, optim
         self._baseline: float | None = None
+        self._pending: dict[str, Tensor] = {}
+        self._resumes = False
         self.loss: ELBO = Trace_ELBO() if loss is None else loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
@@ -210,6 +213,8 @@ class CVI:
         sweeper = self._sweeper
         fitted = self._own.is_fitted
         chosen = sweeper.chosen(self._own.prepared)
+        if self._resumes:
+            self._resume(args, kwargs, chosen)
         model, draw = self._given(args, kwargs, chosen)
         prepared = self._own.prepare(
             model, args, kwargs, self._elements(chosen, draw), unchanged=unchanged,
@@ -449,6 +454,80 @@ class CVI:
                 for i in range(num_groups)
             ]
             return noise_by_site(evaluator, messages, prepared.plan.sampled_sites())
+
+    # --- saving ------------------------------------------------------------------------------------
+
+    def save(self, file: Any) -> None:
+        """Write what a fit needs to go on as if it had not been interrupted, to a file or path.
+
+        The posterior, step sizes and stored messages, the optimiser's state, the parameters that it
+        moves and torch's random state. Not the model, nor networks as such: save these as ever.
+        """
+        state = {
+            "posterior": self._own.saved(),
+            "sweeper": self._sweeper,
+            "baseline": self._baseline,
+            "optimiser": None if self.optim is None else self.optim.get_state(),
+            "parameters": {
+                n: p.detach().clone()
+                for n, p in (self._own.prepared.parameters if self._own.prepared else {}).items()
+            },
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, file)
+
+    def load(self, file: Any) -> None:
+        """Take over the state of `save`, in a CVI of the same model, guide and options.
+
+        It needs no data: the guide can be asked at once. Parameters get their values at the next step.
+        If that sees the same data, the fit goes on as it would have, to the last bit.
+        """
+        state = torch.load(file, weights_only=False)
+        if not isinstance(state, dict) or "sweeper" not in state:
+            raise CVIError(
+                message(
+                    "CVI.load", "a file that CVI.save has not written", "the state of a CVI",
+                    "guide.load_state_dict(torch.load(file)) for the state_dict of a guide",
+                )
+            )  # fmt: skip
+        self._own.resume(state["posterior"])
+        self._sweeper, self._baseline = state["sweeper"], state["baseline"]
+        if self.optim is not None and state["optimiser"] is not None:
+            self.optim.set_state(state["optimiser"])
+        self._pending = state["parameters"]
+        self._evaluator, self._resumes = None, True
+        torch.set_rng_state(state["random"])
+
+    def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> None:
+        """Find the parameters of a fit that was loaded, and the plan; draw no random numbers for it."""
+        random, self._resumes = torch.get_rng_state(), False
+        model, draw = self._given(args, kwargs, chosen)
+        leaves = dict({} if draw is None else draw.parameters)
+        with poutine.block(), poutine.trace(param_only=True) as handler:
+            model(*args, **kwargs)
+        for name, site in handler.trace.nodes.items():
+            if site["type"] == "param":
+                leaves[name] = site["value"].unconstrained()
+        self._restore_parameters(leaves)
+        known = self._own.prepared
+        if known is not None and not known.plan.stochastic and not known.plan.learns:
+            self._own.prepare(model, args, kwargs, chosen)
+        torch.set_rng_state(random)
+
+    def _restore_parameters(self, leaves: Mapping[str, Tensor]) -> None:
+        """Give parameters the values of a fit that was loaded."""
+        pending, self._pending = self._pending, {}
+        missing = sorted(set(pending) - set(leaves))
+        if missing:
+            raise CVIError(
+                message(
+                    f"parameter '{missing[0]}'", "it was saved, and the model does not have it",
+                    f"one of {sorted(leaves)}", "load into a CVI of the same model and guides",
+                )
+            )  # fmt: skip
+        with torch.no_grad():
+            for name, value in pending.items():
+                leaves[name].copy_(value)
 
     # --- new data ----------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class Sweeper:
         self._rho: dict[str, float] = {}
         self._rate = 0.5
         self._held: float | None = None
-        self._ahead: tuple[Plan, dict[str, Belief], Estimate] | None = None
+        self._ahead: tuple[Plan | None, dict[str, Any], Estimate] | None = None
         self.averaging = Averaging()
         self._memory: SiteMessages | None = None
         self._batches: dict[str, Batches] = {}
@@ -123,10 +123,16 @@ class Sweeper:
         self._stationary = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings, step sizes, controls and averages; what only saves work is left out."""
+        """Settings, step sizes, controls, averages, and the draws that the next step uses again.
+
+        What only saves work is left out.
+        """
+        ahead = None
+        if self._ahead is not None:
+            _, beliefs, estimate = self._ahead
+            ahead = (None, {n: b.tensors for n, b in beliefs.items()}, estimate)
         passing: dict[str, Any] = {
-            "_ahead": None,
-            "_observed": None,
+            "_ahead": ahead,
             "_mapped": None,
             "_targets": {},
             "_anderson": Anderson(),
@@ -664,8 +670,12 @@ class Sweeper:
             return None
         plan, beliefs, estimate = self._ahead
         self._ahead = None
-        same = plan is evaluator.plan and all(evaluator.beliefs[n] is b for n, b in beliefs.items())
-        return estimate if same and not plan.learns and not plan.stochastic else None
+        here = evaluator.plan
+        if plan is None:  # from a fit that was saved
+            same = all(_is_of(evaluator.beliefs.get(n), tensors) for n, tensors in beliefs.items())
+        else:
+            same = plan is here and all(evaluator.beliefs[n] is b for n, b in beliefs.items())
+        return estimate if same and not here.learns and not here.stochastic else None
 
     def average(self, evaluator: Evaluator, sampler: Sampler) -> bool:
         """Go over to the average of the stationary steps, unless its bound is clearly lower."""
@@ -720,6 +730,14 @@ class Sweeper:
                     evaluator.set(name, b)
                 return
             elbo = narrower
+
+
+def _is_of(belief: Belief | None, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a belief has these tensors."""
+    return belief is not None and all(
+        a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(belief.tensors, tensors, strict=True)
+    )
 
 
 def _distance(
