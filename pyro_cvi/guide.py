@@ -216,12 +216,14 @@ class AutoCVI(AutoGuide):
         unchanged: bool = False,
         fitting: bool = True,
         beside: Mapping[str, Tensor] | None = None,
+        spread: frozenset[str] = frozenset(),
     ) -> Prepared:
         """Analyse `model` on its arguments, or find that the last analysis still holds.
 
         `chosen` are the elements for subsampled plates that would draw theirs. With `unchanged` the
         caller vouches for model and arguments. Without `fitting` the posterior has to stay what it is.
-        `beside` are the parameters of other guides, of whose sites `model` has draws.
+        `beside` are the parameters of other guides, of whose sites `model` has draws; `spread` the
+        plates of which other processes have other elements.
         """
         old = self._prepared
         fixed = old is not None and not old.plan.learns and not old.plan.stochastic
@@ -229,7 +231,16 @@ class AutoCVI(AutoGuide):
             return old
         if old is not None and old.still_holds(model, args, kwargs):
             return old
-        new = prepare(model, args, kwargs, self.max_dense_dim, old, chosen=chosen, beside=beside)
+        new = prepare(
+            model,
+            args,
+            kwargs,
+            self.max_dense_dim,
+            old,
+            chosen=chosen,
+            beside=beside,
+            spread=spread,
+        )
         if old is None:
             self._adopt(new, model, args, kwargs)
         else:
@@ -516,7 +527,9 @@ class AutoCVI(AutoGuide):
             return as_belief(block, kept)
         here = self._buffers[_seen_name(block)][_elements(block, window)]
         if not bool(here.all()):
-            new = initial_belief(self.plan, block).tensors
+            latents = self.plan.latents
+            start = {s: x for s, x in self._start.items() if x.shape == latents[s].value.shape}
+            new = initial_belief(self.plan, block, start).tensors
             new = tuple(n.to(k.dtype) for n, k in zip(new, kept, strict=True))
             kept = place.fresh(new, kept, here)
         return as_belief(block, kept)

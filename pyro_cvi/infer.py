@@ -25,6 +25,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_cvi.averaging import ERROR
+from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator
@@ -35,7 +36,7 @@ from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.hybrid import Draw, Others, split
-from pyro_cvi.linalg import sum_gradients
+from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
     SAMPLED_SETTLED,
@@ -98,6 +99,9 @@ class CVI:
             "sampled" from the same draws, as in the paper.
         seed: of the draws of this fit, which then neither use nor disturb torch's random state; None
             takes that state.
+        shards: plates whose elements are spread over the processes of `torch.distributed`: each has
+            some of them, and gives the plate the size of its own. Sums of messages, bounds and gradients
+            go over all processes, each of which calls `step` or `run` as often.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class CVI:
         antithetic: bool = True,
         fisher: str = "analytic",
         seed: int | None = None,
+        shards: Sequence[str] = (),
     ) -> None:
         check_model(model)
         self._own, beside = split(guide)
@@ -158,7 +163,9 @@ class CVI:
         self.loss: ELBO = Trace_ELBO() if loss is None else loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
+        self.shards = Shards.of(shards)
         self._sweeper = Sweeper(minibatch, delay, forget, seed, memory)
+        self._sweeper.seeded = not self.shards.plates
         self._moved = math.inf
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,23 +225,27 @@ class CVI:
         model, draw = self._given(args, kwargs, chosen)
         prepared = self._own.prepare(
             model, args, kwargs, self._elements(chosen, draw), unchanged=unchanged,
-            beside=None if draw is None else draw.parameters,
+            beside=None if draw is None else draw.parameters, spread=self.shards.plates,
         )  # fmt: skip
         self._check_params(prepared)
+        if self.shards.plates:
+            self._check_shards(prepared, draw)
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
-            sweeper.is_stream = is_stream(prepared, model, args, kwargs)
+            sweeper.is_stream = bool(self.shards.plates) or is_stream(prepared, model, args, kwargs)
         sweeper.beside = frozenset() if draw is None else draw.plates
         sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
         before, control = self._own.beliefs(), dict(sweeper.control)
         try:
             evaluator = self._evaluator_for(prepared)
+            if self.shards.plates and sweeper.time == 0:
+                self._share_start(evaluator)
             sweeper.narrow(evaluator)
             sampler = partial(self._sampler, model, prepared, args, kwargs)
             sweeper.located = self._own.located
             unseen = self._own.has_unseen()
             sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
             elbo = evaluator.elbo() + sweeper.sampled_value
-            elbo -= 0.0 if draw is None else float(draw.log_q.detach())
+            elbo -= 0.0 if draw is None else self._summed(draw.log_q)
             finite = all(
                 evaluator.beliefs[b.name].is_finite()
                 for b in prepared.plan.blocks
@@ -253,7 +264,10 @@ class CVI:
             if block.placement is not None or new is not before[block.name]:
                 self._own.set_belief(block, new)
         settled = last is None or abs(last + elbo) <= tol * max(abs(elbo), 1.0)
-        self._moved = kl_of(before, evaluator.beliefs) if settled else math.inf
+        self._moved = math.inf
+        if settled:
+            moved = kl_of(before, evaluator.beliefs)
+            self._moved = float(self.shards.total(torch.tensor(moved, dtype=torch.float64)))
         sweeper.done(prepared)
         return -elbo
 
@@ -269,7 +283,7 @@ class CVI:
                 model, draw = self._given(args, kwargs, {})
                 prepared = self._own.prepare(
                     model, args, kwargs, self._elements({}, draw), fitting=False,
-                    beside=None if draw is None else draw.parameters,
+                    beside=None if draw is None else draw.parameters, spread=self.shards.plates,
                 )  # fmt: skip
                 found = self._evaluator_for(prepared)
                 if prepared.has_local:
@@ -283,7 +297,7 @@ class CVI:
                             fresh=self._own.has_unseen(),
                         )  # fmt: skip
                 loss = -self._elbo(found, model, prepared, args, kwargs)
-                loss += 0.0 if draw is None else float(draw.log_q.detach())
+                loss += 0.0 if draw is None else self._summed(draw.log_q)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
@@ -375,7 +389,8 @@ class CVI:
             # finds a change (a model of random data), in every step.
             unchanged = not _is_power_of_four(i) and 0 < i < num_steps - 1 and not changes
             plan = self._own.prepared
-            self._sweeper.accelerated = i < num_steps - 1  # a run ends with a plain sweep
+            # A run ends with a plain sweep. Mixtures of sweeps are not those of other processes.
+            self._sweeper.accelerated = i < num_steps - 1 and not self.shards.plates
             last = None if bar is not None else (result.losses or [math.inf])[-1]
             loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
             changes = changes or (i > 0 and plan is not self._own.prepared)
@@ -439,7 +454,7 @@ class CVI:
             model, draw = self._given(args, kwargs, {})
             prepared = self._own.prepare(
                 model, args, kwargs, self._elements({}, draw), fitting=False,
-                beside=None if draw is None else draw.parameters,
+                beside=None if draw is None else draw.parameters, spread=self.shards.plates,
             )  # fmt: skip
             sampler = self._sampler(model, prepared, args, kwargs)
             evaluator = Evaluator(prepared.plan, self._own.beliefs())
@@ -511,7 +526,7 @@ class CVI:
         self._restore_parameters(leaves)
         known = self._own.prepared
         if known is not None and not known.plan.stochastic and not known.plan.learns:
-            self._own.prepare(model, args, kwargs, chosen)
+            self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
         torch.set_rng_state(random)
 
     def _restore_parameters(self, leaves: Mapping[str, Tensor]) -> None:
@@ -630,7 +645,7 @@ class CVI:
             same = all(known[1].beliefs[n] is b for n, b in beliefs.items())
             if same:
                 return known[1]
-        evaluator = Evaluator(prepared.plan, beliefs)
+        evaluator = Evaluator(prepared.plan, beliefs, self.shards)
         self._evaluator = (prepared, evaluator)
         return evaluator
 
@@ -642,6 +657,39 @@ class CVI:
             return self.model, None
         draw = self._others.draw(args, kwargs, chosen)
         return draw.given(self.model), draw
+
+    def _summed(self, x: Tensor) -> float:
+        """A number that each process has for its own elements, over all of them."""
+        return float(self.shards.total(x.detach().double()))
+
+    def _share_start(self, evaluator: Evaluator) -> None:
+        """All processes begin where the first one does."""
+        for block in evaluator.plan.blocks:
+            if not evaluator.is_own(block):
+                old = evaluator.beliefs[block.name]
+                new = old.like(self.shards.from_first(old.tensors))
+                assert new is not None
+                evaluator.set(block.name, new)
+
+    def _check_shards(self, prepared: Prepared, draw: Draw | None) -> None:
+        """What several processes can share: exact messages and quadrature."""
+        unknown = sorted(self.shards.plates - set(prepared.sizes))
+        sampled = sorted(prepared.plan.sampled_sites())
+        shared = draw is not None and draw.shared
+        if not unknown and not sampled and not shared:
+            return
+        found = f"the model has no plate {unknown[:1]}"
+        expected, remedy = f"one of {sorted(prepared.sizes)}", "name the plate of the rows"
+        if not unknown:
+            what = (
+                f"sites {sampled[:3]} are sampled"
+                if sampled
+                else "another guide draws shared sites"
+            )
+            found = f"{what}, and processes have draws of their own"
+            expected = "messages that are exact or by quadrature, and guides of single rows beside"
+            remedy = "fit in one process, or write the factor in operations that explain() lists"
+        raise CVIError(message(f"shards={sorted(self.shards.plates)}", found, expected, remedy))
 
     def _alone(self, what: str) -> AutoCVI:
         """CVI's own guide, where it is the only one."""
@@ -752,11 +800,22 @@ class CVI:
             return
         assert self.optim is not None
         grads: list[Tensor | None] = [None] * len(leaves)
-        bound = evaluator.with_learnt_priors() + evaluator.expectations()
-        if draw is not None:
-            bound = bound - draw.entropy + (elbo - self._expected(elbo)) * draw.score
-        if bound.requires_grad:
-            grads = list(torch.autograd.grad(bound, leaves, allow_unused=True))
+        prior = evaluator.with_learnt_priors()
+        spread, rest = evaluator.split_expectations()
+        rest = prior + rest
+        if draw is not None:  # of the rows of this process
+            score = (elbo - self._expected(elbo)) * draw.score
+            spread = spread - draw.entropy + score
+        if not self.shards.plates:
+            spread, rest = spread + rest, torch.zeros(())
+        for part, summed in ((spread, True), (rest, False)):
+            own: list[Tensor | None] = [None] * len(leaves)
+            if part.requires_grad:
+                own = list(torch.autograd.grad(part, leaves, retain_graph=True, allow_unused=True))
+            if summed and self.shards.plates:
+                pairs = zip(own, leaves, strict=True)
+                own = list(self.shards.sums([or_zeros(g, p) for g, p in pairs]))
+            grads = [sum_gradients(g, h) for g, h in zip(grads, own, strict=True)]
         if prepared.plan.sampled_sites():
             sampled = (
                 sampler().estimate(evaluator, self._sweeper.control, parameters=leaves).parameters

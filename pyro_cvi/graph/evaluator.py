@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_cvi.distributed import Shards
 from pyro_cvi.estimators import Moments
 from pyro_cvi.estimators.statistics import Summed
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
 from pyro_cvi.graph.process import Process
-from pyro_cvi.linalg import broadcast_shapes, matvec
+from pyro_cvi.linalg import broadcast_shapes, matvec, or_zeros, sum_gradients
 from pyro_cvi.structured import ProcessBelief
 from pyro_cvi.updates import Belief, FamilyBelief
 
@@ -69,8 +70,10 @@ class Evaluator:
     At a `temperature` T above one, steps maximise E_q[log p] + T H[q]: an annealed fit.
     """
 
-    def __init__(self, plan: Plan, beliefs: Mapping[str, Belief]) -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: Plan, beliefs: Mapping[str, Belief], shards: Shards | None = None
+    ) -> None:
+        self.plan, self.shards = plan, shards or Shards()
         self.temperature = 1.0
         self.beliefs = dict(beliefs)
         self.leaves: Leaves = {n: b.leaves() for n, b in self.beliefs.items()}
@@ -92,7 +95,7 @@ class Evaluator:
         factors = tuple(
             replace(f, weight=f.weight * w) if plate in f.plates else f for f in self.plan.factors
         )
-        other = Evaluator(replace(self.plan, factors=factors), self.beliefs)
+        other = Evaluator(replace(self.plan, factors=factors), self.beliefs, self.shards)
         other.temperature = self.temperature
         return other
 
@@ -149,7 +152,9 @@ class Evaluator:
             self._statistics[f.name] = known
         return known[1]
 
-    def _discrete_message(self, block: Block, inside: str | None) -> list[Tensor | None]:
+    def _discrete_message(
+        self, block: Block, inside: str | None, spread: frozenset[str] | None, only: bool
+    ) -> list[Tensor | None]:
         """The expected log density of every state, from tables of E_q[log p]."""
         if self._plain is None:
             leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
@@ -157,6 +162,8 @@ class Evaluator:
         result: list[Tensor | None] = [None] * len(self.leaves[block.name])
         for f in self._factors[block.name]:
             if inside is not None and inside not in f.plates:
+                continue
+            if spread is not None and (f.name in spread) is not only:
                 continue
             with torch.no_grad():
                 table = f.expectation(self._plain)
@@ -189,25 +196,60 @@ class Evaluator:
         """The summands of `local`: the block's entropy and its factors."""
         entropy = self.beliefs[block.name].entropy() * self.weight_of(block)
         values = [self.factor(f).detach() for f in self._factors[block.name]]
-        dtype = entropy.dtype
+        return self._stacked(block, entropy, values)
+
+    def _stacked(self, block: Block, first: Tensor, values: Sequence[Tensor]) -> Tensor:
+        """A number and those of the block's factors, summed over processes where these are spread."""
+        dtype = first.dtype
         for v in values:
             if v.dtype is not dtype:
                 dtype = torch.promote_types(dtype, v.dtype)
-        return torch.stack([v.to(dtype) for v in (entropy, *values)])
+        result = torch.stack([v.to(dtype).reshape(()) for v in (first, *values)])
+        if self.shards.plates and not self.is_own(block):
+            spread = [self.shards.hold(f.plates) for f in self._factors[block.name]]
+            at = torch.tensor([False, *spread], device=result.device)
+            if bool(at.any()):
+                result[at] = self.shards.total(result[at])
+        return result
+
+    def is_own(self, block: Block) -> bool:
+        """Whether a block is of elements that this process has and no other."""
+        latents = self.plan.latents
+        return all(
+            self.shards.hold(frozenset(n for n, *_ in latents[s].plates)) for s in block.sites
+        )
 
     def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
         """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors.
 
         All factors of a local block carry the scale of its plates, as its entropy does: it cancels.
-        With `inside` only the factors in that plate count.
+        With `inside` only the factors in that plate count. Messages of other processes are added where
+        the block is theirs too.
         """
+        spread = frozenset(f.name for f in self._factors[block.name] if self.shards.hold(f.plates))
+        if not spread or self.is_own(block):
+            return self._message(block, inside, None)
+        rest, mine = (
+            self._message(block, inside, spread),
+            self._message(block, inside, spread, True),
+        )
+        leaves = self.leaves[block.name]
+        sums = self.shards.sums([or_zeros(g, x) for g, x in zip(mine, leaves, strict=True)])
+        return [sum_gradients(a, b) for a, b in zip(rest, sums, strict=True)]
+
+    def _message(
+        self, block: Block, inside: str | None, spread: frozenset[str] | None, only: bool = False
+    ) -> list[Tensor | None]:
+        """The message of this process alone: of all factors, of `spread` only, or of all but those."""
         weight = self.weight_of(block)
         if block.is_discrete and not self.plan.learns:
-            table = self._discrete_message(block, inside)
+            table = self._discrete_message(block, inside, spread, only)
             return [g if g is None or weight == 1 else g / weight for g in table]
         total: Tensor | None = None
         for f in self._factors[block.name]:
             if inside is not None and inside not in f.plates:
+                continue
+            if spread is not None and (f.name in spread) is not only:
                 continue
             value = self.factor(f)
             if value.requires_grad:
@@ -223,14 +265,16 @@ class Evaluator:
     def rounding(self, block: Block) -> float:
         """One unit of rounding of all terms of the block's factors, which may cancel each other."""
         moments = self._now()[0]
-        total = 0.0
+        sizes = []
         for f in self._factors[block.name]:
             with torch.no_grad():
                 size = f.expectation.magnitude(moments)
                 weight = f.weight_with(f.weightings, self.leaves)
                 value = size * weight
                 shape = broadcast_shapes(f.expectation.shape, value.shape)
-                total += float(value.abs().sum()) * math.prod(shape) / max(value.numel(), 1)
+                sizes.append(value.abs().sum() * (math.prod(shape) / max(value.numel(), 1)))
+        zero = self.beliefs[block.name].tensors[0].new_zeros(())
+        total = float(self._stacked(block, zero, sizes).sum())
         return total * torch.finfo(self.beliefs[block.name].tensors[0].dtype).eps
 
     def cells(self, f: CompiledFactor) -> Tensor:
@@ -268,7 +312,7 @@ class Evaluator:
             leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
             moments, probabilities = moments_of(self.plan, leaves, self.beliefs)
             values = [f(moments, probabilities) for f in self._factors[block.name]]
-            now = torch.stack([v.to(before.dtype).reshape(()) for v in values]).sum()
+            now = self._stacked(block, before.new_zeros(()), values).sum()
         change = self._linear(block, message, old.leaves(), self.leaves[block.name])
         return float(now - before) - self.weight_of(block) * change
 
@@ -323,4 +367,19 @@ class Evaluator:
 
     def elbo(self) -> float:
         """The ELBO without the sampled factors' part."""
-        return float(self.expectations().detach() + self.entropy())
+        if not self.shards.plates:
+            return float(self.expectations().detach() + self.entropy())
+        spread, rest = self.split_expectations()
+        for b in self.plan.blocks:
+            entropy = self.beliefs[b.name].entropy() * b.scale
+            spread, rest = (spread + entropy, rest) if self.is_own(b) else (spread, rest + entropy)
+        return float(self.shards.total(spread.detach().double()) + rest.detach())
+
+    def split_expectations(self) -> tuple[Tensor, Tensor]:
+        """`expectations` of the factors that are spread over processes, and of the others."""
+        parts = [torch.zeros(()), torch.zeros(())]
+        for f in self.plan.factors:
+            if not f.sampled:
+                i = 0 if self.shards.hold(f.plates) else 1
+                parts[i] = self.factor(f).reshape(()) + parts[i]
+        return parts[0], parts[1]

@@ -550,15 +550,16 @@ def make_plan(
     stochastic: bool = False,
     learns: bool = False,
     drawn: frozenset[str] = frozenset(),
+    spread: bool = False,
 ) -> Plan:
     """Compile a plan; the blocks of `previous` are kept (its posterior lives in them).
 
     `parts` names the subsampled plates around each latent; blocks with sites of `drawn`, which are
-    sampled, are dense, plated or diagonal.
+    sampled, are dense, plated or diagonal. With `spread` other processes have other data.
     """
     parts, unseen = parts or {}, symbolic
     plain = drawn
-    if stochastic:  # the predictors of a minibatch are others each time
+    if stochastic or spread:  # the predictors are others each time, or elsewhere
         plain = frozenset(symbolic.latents)
     viewed: list[Viewed] = []
     if previous is None:
@@ -581,7 +582,7 @@ def make_plan(
     if more and previous is None:
         return make_plan(
             unseen, max_dense_dim, parts=parts, stochastic=stochastic, learns=learns,
-            drawn=drawn | more,
+            drawn=drawn | more, spread=spread,
         )  # fmt: skip
     _check_factors(symbolic, factors)
     return Plan(

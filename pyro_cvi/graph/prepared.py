@@ -122,12 +122,14 @@ def prepare(
     chosen: Window | None = None,
     chunk: Mapping[str, tuple[int, Tensor]] | None = None,
     beside: Mapping[str, Tensor] | None = None,
+    spread: frozenset[str] = frozenset(),
 ) -> Prepared:
     """Trace, analyse, compile and check the model; reuse the blocks of a previous plan.
 
     `chosen` are the elements for plates that would draw theirs. With `chunk` (plate: full size and
     elements) the arguments are a part of larger data. `beside` are the parameters of other guides, whose
-    sites the model is given draws of: others at each analysis, and perhaps with a gradient.
+    sites the model is given draws of: others at each analysis, and perhaps with a gradient. Of plates
+    that are `spread` other processes have other elements.
     """
     trace = first_run(model, args, kwargs, chosen)
     latents, nesting = describe_latents(trace)
@@ -140,7 +142,7 @@ def prepare(
                 "remove obs= or poutine.condition from the sites to infer",
             )
         )
-    windowed = frozenset() if previous is None else frozenset(previous.parts)
+    windowed = spread if previous is None else frozenset(previous.parts)
     parts = _parts(trace, chunk or {}, windowed)
     around = {n: _parts_around(x, parts) for n, x in latents.items()}
     if previous is not None:
@@ -164,7 +166,7 @@ def prepare(
         lost = previous.lost
         symbolic, point = _lose(_run(call), lost), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
-    plan = _planned(symbolic, trace, max_dense_dim, around, old, beside is not None)
+    plan = _planned(symbolic, trace, max_dense_dim, around, old, beside is not None, bool(spread))
     check_local_data(plan, parts)
     learnt = {**_parameters(trace), **(beside or {})}
     found = (learnt, parts, window, trace.given, call.depends, age, _sizes(trace), lost)
@@ -239,15 +241,18 @@ def _planned(
     around: Mapping[str, tuple[Part, ...]],
     previous: Plan | None,
     drawn: bool,
+    spread: bool,
 ) -> Plan:
     """The plan, with the factors that masks and scales of latent sites call for.
 
-    With `drawn` some of the model's values are draws of other guides.
+    With `drawn` some of the model's values are draws of other guides, with `spread` some of the data are
+    those of other processes.
     """
     options: dict[str, Any] = {
         "parts": around,
         "stochastic": drawn or _is_subsampled(trace),
         "learns": drawn or bool(_parameters(trace)),
+        "spread": spread,
     }
     plan = make_plan(symbolic, max_dense_dim, previous, **options)
     pins = pin_factors(plan, trace) + jacobian_factors(plan, trace)
