@@ -240,9 +240,14 @@ class GaussianBelief(AbstractBelief):
     def _stay_inside(
         self, precision: Tensor, target: Tensor, bad: Tensor, rho: float
     ) -> tuple[Tensor, Step]:
-        """Shorten or retract the elements whose target is improper; the others are not touched."""
+        """Shorten or retract the elements whose target is improper; the others are not touched.
+
+        Where the target is not finite, as where a step overflows, there is no direction to go.
+        """
         old, factor = self.precision[bad], self.factor[bad]
         direction = target[bad] - old
+        finite = direction.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        direction = torch.where(finite, direction, torch.zeros_like(direction))
         least = torch.linalg.eigvalsh(whiten(factor, direction))[..., 0]
         limit = torch.where(least < 0, -0.9 / least, torch.full_like(least, torch.inf))
         short = limit.clamp(max=rho)[..., None, None]

@@ -150,3 +150,16 @@ def test_a_turned_target_has_absolute_curvatures_and_is_a_way_up() -> None:
     assert bool((((moved.loc - old.loc) * slope).sum(-1) > 0).all())
     good = old.turned([slope, -0.5 * 2 * old.precision])
     torch.testing.assert_close(good[1], -old.precision)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_element_whose_target_is_not_finite_stays(bad: float) -> None:
+    old = GaussianBelief(torch.randn(2, 3), torch.eye(3).expand(2, 3, 3))
+    slope, curvature = torch.ones(2, 3), -torch.eye(3).expand(2, 3, 3).clone()
+    slope[1, 0], curvature[1, 0, 0] = bad, bad
+    new, step = old.moved([slope, curvature], 1.0)
+    assert step.improper == 1
+    assert torch.equal(new.loc[1], old.loc[1])
+    assert torch.equal(new.precision[1], old.precision[1])
+    assert torch.allclose(new.precision[0], 2 * torch.eye(3))
+    assert torch.allclose(new.loc[0], old.loc[0] + 0.5)
