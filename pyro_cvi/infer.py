@@ -81,7 +81,8 @@ class CVI:
         optim: a `PyroOptim`, for the `pyro.param`s of the model and of other guides; CVI's posterior
             needs none.
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
-            TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective).
+            TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective). As with SVI,
+            `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws.
         minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
             with all of them, as long as the batches of a pass are those of the pass before and fit into
             memory; "stochastic" is the paper's rule (SVI on a conjugate model), which keeps nothing and
@@ -160,7 +161,7 @@ class CVI:
         self._baseline: float | None = None
         self._pending: dict[str, Tensor] = {}
         self._resumes = False
-        self.loss: ELBO = Trace_ELBO() if loss is None else loss
+        self.loss: Callable[..., float] = (Trace_ELBO() if loss is None else loss).loss
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
         self.shards = Shards.of(shards)

@@ -136,7 +136,7 @@ def test_a_supported_loss(loss):
     x, y = data()
     assert cvi.step(x, y) == pytest.approx(cvi.evaluate_loss(x, y))
     if not isinstance(loss, TraceEnum_ELBO):  # which warns that nothing is enumerated
-        assert math.isfinite(cvi.loss.loss(regression, cvi.guide, x, y))
+        assert math.isfinite(cvi.loss(regression, cvi.guide, x, y))
 
 
 def test_a_plain_torch_optimiser():
