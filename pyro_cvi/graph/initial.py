@@ -179,9 +179,13 @@ def located_points(
 
     def start(site: Any) -> Any:
         name = site["name"]
-        if name not in latents or not _is_meant(init_loc_fn, latents[name]):
+        by_strategy = _is_by_strategy(init_loc_fn, name)
+        if name not in latents or (by_strategy and latents[name].enum_dim is not None):
             return site["fn"].sample()
-        point = _checked_point(latents[name], init_loc_fn(site), site["fn"])
+        value = init_loc_fn(site)
+        if by_strategy and not bool(value.isfinite().all()):
+            return site["fn"].sample()  # the mean of a law that has none: it starts by default
+        point = _checked_point(latents[name], value, site["fn"])
         found[name] = latents[name].unconstrained(point)
         return point
 
@@ -190,30 +194,31 @@ def located_points(
     return found
 
 
-def _is_meant(init_loc_fn: Any, latent: Latent) -> bool:
-    """Whether a starting function says something about this site."""
-    if latent.enum_dim is None:
-        return True
+def _is_by_strategy(init_loc_fn: Any, site: str) -> bool:
+    """Whether a start comes from one of Pyro's strategies, which say nothing about particular sites."""
     core = getattr(init_loc_fn, "func", init_loc_fn)
     if core is init_to_value:
-        return latent.name in (getattr(init_loc_fn, "keywords", None) or {}).get("values", {})
-    return core not in _GENERIC
+        return site not in (getattr(init_loc_fn, "keywords", None) or {}).get("values", {})
+    return core in _GENERIC
 
 
 def _checked_point(latent: Latent, value: Any, prior: Any) -> Tensor:
-    point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
-    shape = tuple(point.shape)
-    try:
-        point = point.expand(prior.batch_shape + prior.event_shape)
-        inside = bool(prior.support.check(point).all())
-    except RuntimeError:
-        inside = False
+    inside, found = False, f"a {type(value).__name__}"
+    if isinstance(value, Tensor | float | int):
+        point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
+        found = (
+            f"a value of shape {tuple(point.shape)} that does not fit, or lies outside of the support"
+        )
+        try:
+            point = point.expand(prior.batch_shape + prior.event_shape)
+            inside = bool(prior.support.check(point).all() and point.isfinite().all())
+        except RuntimeError:
+            inside = False
     if not inside:
         raise CVIError(
             message(
                 f"latent site '{latent.name}'",
-                f"init_loc_fn gave a value of shape {shape} that does not fit, or lies outside of the "
-                "support",
+                f"init_loc_fn gave {found}",
                 f"a value of shape {tuple(prior.batch_shape + prior.event_shape)} in the support "
                 f"{prior.support}",
                 "check the values that init_loc_fn returns for this site",
