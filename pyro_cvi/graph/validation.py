@@ -26,7 +26,16 @@ __all__ = [
 
 
 def check_model(model: Callable[..., Any]) -> None:
-    """Not a Gaussian process that samples its latent and does not use it: the prior would come back."""
+    """A callable, and no Gaussian process that samples its latent in vain: the prior would come back."""
+    if not callable(model):
+        raise CVIError(
+            message(
+                "model",
+                f"the model is a {type(model).__name__}",
+                "a callable with pyro.sample statements",
+                "pass the function itself, as in CVI(model, AutoCVI(model))",
+            )
+        )
     module, owner = sys.modules.get("pyro.contrib.gp.models"), getattr(model, "__self__", None)
     kinds = () if module is None else (module.VariationalGP, module.VariationalSparseGP)
     if isinstance(owner, kinds):
