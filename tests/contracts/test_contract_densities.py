@@ -140,7 +140,9 @@ def test_plates_to_the_left_draw_independent_copies(name):
         node = trace.nodes[site]
         batch = node["value"].shape[: node["value"].dim() - node["fn"].event_dim]
         assert batch[:2] == (5, 3)
-        assert node["value"].shape[len(batch) :] == value.shape[value.dim() - node["fn"].event_dim :]
+        assert (
+            node["value"].shape[len(batch) :] == value.shape[value.dim() - node["fn"].event_dim :]
+        )
         assert node["value"].numel() == 15 * value.numel()
         assert {f.name for f in node["cond_indep_stack"]} >= {"chains", "draws"}
         flat = node["value"].reshape(15, -1)

@@ -430,7 +430,9 @@ def test_replayed_plates_hold_the_indices_of_the_guide():
 @pytest.mark.parametrize("by_user", [False, True])
 def test_local_latents_are_held_for_all_elements(by_user):
     def model(y, index=None):
-        plate = pyro.plate("data", len(y), subsample_size=4 if index is None else None, subsample=index)
+        plate = pyro.plate(
+            "data", len(y), subsample_size=4 if index is None else None, subsample=index
+        )
         with plate as i:
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
@@ -502,7 +504,7 @@ def test_slices_in_turn_of_sequences_with_the_same_plate_in_model_and_guide():
     assert float(median["drift"]) > 0
     # The state leans to the side of its own datum.
     one = data[2] == 1
-    assert bool((median["state_2"][one].mean() > median["state_2"][~one].mean()))
+    assert bool(median["state_2"][one].mean() > median["state_2"][~one].mean())
 
 
 def test_global_latents_beside_a_subsampled_plate():

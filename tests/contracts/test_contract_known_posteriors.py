@@ -1,4 +1,4 @@
-"""Posteriors and evidences that are known in closed form, in every shape in which a model can state them."""
+"""Posteriors and evidences known in closed form, in every shape in which a model can state them."""
 
 import math
 
@@ -86,7 +86,9 @@ def test_the_same_model_in_other_shapes_has_the_same_bound(how):
         pyro.sample("y", dist.Normal(z, 1.0).to_event(1), obs=y)
 
     _, loss, _ = once(model, y)
-    assert loss == pytest.approx(-float(dist.Normal(0.0, math.sqrt(2)).log_prob(y).sum()), rel=1e-12)
+    assert loss == pytest.approx(
+        -float(dist.Normal(0.0, math.sqrt(2)).log_prob(y).sum()), rel=1e-12
+    )
 
 
 # --- ELBO values: one datum, a batch, a tree -------------------------------------------------------
@@ -117,7 +119,9 @@ def test_a_batch_of_pairs():
 
     y = torch.randn(6)
     guide, loss, _ = once(model, y)
-    assert loss == pytest.approx(-float(dist.Normal(0.0, math.sqrt(6)).log_prob(y).sum()), rel=1e-12)
+    assert loss == pytest.approx(
+        -float(dist.Normal(0.0, math.sqrt(6)).log_prob(y).sum()), rel=1e-12
+    )
     assert torch.allclose(guide.posterior("z").mean, y / 6)
     assert torch.allclose(guide.posterior("w").mean, 5 * y / 6)
     assert Trace_ELBO().loss(model, guide, y) == pytest.approx(loss)
