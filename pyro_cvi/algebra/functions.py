@@ -107,6 +107,16 @@ def power(e: Expression, p: float) -> Expression:
     return link(f"pow({p:g})", _Power(p), e)
 
 
+def power_of_exp(e: Expression, p: Expression) -> Expression | None:
+    """exp(a) ** p = exp(p a), for an exponent that may be learnt; None where e is no product of exps."""
+    term = _monomial(e)
+    if term is None or term.coefficient <= 0:
+        return None
+    if not all(isinstance(o, Link) and o.name == "exp" for o in term.operands):
+        return None
+    return exp(multiply(p, log(e)))
+
+
 def _by_cases(
     e: Expression, function: Callable[[Expression], Expression], fallback: str
 ) -> Expression | None:

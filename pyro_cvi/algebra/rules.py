@@ -126,7 +126,8 @@ def _pow(out: Tensor, x: Any, y: Any) -> Expression:
             return fn.power(E(x), float(y))
         if y.numel() == 1 and not y.requires_grad:
             return expand(fn.power(E(x), float(y)), tuple(out.shape))
-        return fn.link("pow", torch.pow, E(x), _operand(y, out))
+        of_exp = fn.power_of_exp(E(x), _operand(y, out))
+        return fn.link("pow", torch.pow, E(x), _operand(y, out)) if of_exp is None else of_exp
     return fn.link("pow", torch.pow, _operand(x, out), E(y))
 
 

@@ -10,6 +10,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoNormal
+from pyro.infer.reparam import LocScaleReparam
 
 from pyro_cvi import CVI, AutoCVI, CVIError
 
@@ -435,3 +436,25 @@ def test_svi_with_an_ordinary_guide_runs_beside_a_fit_of_the_same_model():
             cvi.step()
     assert float(guide.posterior("a").mean) == pytest.approx(0.5)
     assert set(pyro.get_param_store()) == {"AutoNormal.locs.a", "AutoNormal.scales.a"}
+
+
+@pytest.mark.parametrize("centred", [None, 0.5])
+def test_a_scale_to_a_learnt_power_is_not_sampled(centred):
+    """LocScaleReparam() learns how far a site is centred; the parameter is an exponent of the scale."""
+
+    def model(y):
+        scale = pyro.sample("scale", dist.LogNormal(-2.0, 1.0))
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        given = None if centred is None else torch.tensor(centred)
+        with pyro.plate("time", len(y)), poutine.reparam(config={"drift": LocScaleReparam(given)}):
+            drift = pyro.sample("drift", dist.Normal(0.0, scale))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(drift.cumsum(-1), noise), obs=y)
+
+    y = (0.2 * torch.randn(12)).cumsum(0) + 0.3 * torch.randn(12)
+    cvi = CVI(model, AutoCVI(model), pyro.optim.Adam({"lr": 0.01}))
+    losses = [cvi.step(y) for _ in range(5)]
+    assert {e.how for e in cvi.explain().edges} == {"exact", "quadrature"}
+    assert losses[-1] < losses[0]
+    if centred is None:
+        assert pyro.param("drift_centered").item() != 0.5
