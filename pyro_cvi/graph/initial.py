@@ -206,7 +206,8 @@ def _checked_point(latent: Latent, value: Any, prior: Any) -> Tensor:
     inside, found = False, f"a {type(value).__name__}"
     if isinstance(value, Tensor | float | int):
         point = torch.as_tensor(value, device=latent.value.device).detach().to(latent.value.dtype)
-        found = f"a value of shape {tuple(point.shape)} that does not fit, or lies outside of the support"
+        shape = tuple(point.shape)
+        found = f"a value of shape {shape} that does not fit, or lies outside of the support"
         try:
             point = point.expand(prior.batch_shape + prior.event_shape)
             inside = bool(prior.support.check(point).all() and point.isfinite().all())
