@@ -458,3 +458,21 @@ def test_a_scale_to_a_learnt_power_is_not_sampled(centred):
     assert losses[-1] < losses[0]
     if centred is None:
         assert pyro.param("drift_centered").item() != 0.5
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="at the prior's mean, exp(-20), the scale times its innovations has no slope: a saddle",
+)
+def test_a_random_walk_finds_its_scale_from_the_priors_of_the_forecasting_tutorial():
+    def model(y):
+        scale = pyro.sample("scale", dist.LogNormal(-20.0, 5.0))
+        noise = pyro.sample("noise", dist.LogNormal(-5.0, 5.0))
+        z = pyro.sample("z", dist.Normal(torch.zeros(len(y)), 1.0).to_event(1))
+        with pyro.plate("time", len(y)):
+            pyro.sample("y", dist.Normal(scale * z.cumsum(-1), noise), obs=y)
+
+    y = (0.3 * torch.randn(40)).cumsum(0) + 0.1 * torch.randn(40)
+    guide = AutoCVI(model)
+    CVI(model, guide).run(y, num_steps=60)
+    assert float(guide.median()["scale"]) > 0.01
