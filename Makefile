@@ -1,6 +1,7 @@
 # Set-up and checks. Each command makes .venv and installs once; after that it starts at once.
 #   make demo    Bayesian logistic regression on real data, beside Pyro's SVI
 #   make test    lint, types, layer contract, tests, documented examples, notebooks
+#   make docs    the site, into docs/_build/html; a warning is an error
 #   make bench   every script in benchmarks/, in order
 #   make lint    the first three parts of make test
 # PYTHON chooses the interpreter of a new .venv (3.11 or newer).
@@ -9,11 +10,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
 BENCH_INSTALLED := $(VENV)/.installed-bench
 
 export MPLBACKEND ?= Agg
 
-.PHONY: demo test bench lint
+.PHONY: demo test bench lint docs
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -29,6 +31,10 @@ lint: $(INSTALLED)
 	@report=$$($(BIN)/lint-imports --no-logo 2>&1) && echo "Layers: imports go down only" \
 	    || { echo "$$report"; exit 1; }
 
+docs: $(DOCS_INSTALLED)
+	@$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html \
+	    && echo "Site: docs/_build/html/index.html"
+
 bench: $(BENCH_INSTALLED)
 	@set -e; for script in benchmarks/[!_]*.py; do \
 	    echo "== $$script"; $(BIN)/python "$$script"; \
@@ -36,6 +42,10 @@ bench: $(BENCH_INSTALLED)
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)

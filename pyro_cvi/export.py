@@ -67,7 +67,7 @@ def to_arviz(
         result: what `run` returned.
 
     Shapes:
-        (1, num_samples, *site shape), of log likelihoods (1, num_samples, *batch shape).
+        `(1, num_samples, *site shape)`, of log likelihoods `(1, num_samples, *batch shape)`.
 
     Raises:
         CVIError: the model is not there, or `num_samples` is not positive.

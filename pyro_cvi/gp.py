@@ -120,7 +120,7 @@ class GaussianProcess:
 
     @property
     def site(self) -> str:
-        """The name of the latent: `v`, the whitened inducing values, or `f`."""
+        """The name of the latent, which is `v` (the whitened inducing values) or `f`."""
         name: str = self.gp._pyro_get_fullname("v" if self.is_sparse else "f")
         return name
 

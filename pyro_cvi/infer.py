@@ -78,8 +78,8 @@ class CVI:
         model: a Pyro model.
         guide: an `AutoCVI`; or an `AutoGuideList` (best a `HybridGuide`) with one for some of the
             sites, beside guides of any kind for the others: see `pyro_cvi.hybrid`.
-        optim: a `PyroOptim`, for the `pyro.param`s of the model and of other guides; CVI's posterior
-            needs none.
+        optim: a `PyroOptim`, for the `pyro.param` values of the model and of other guides; CVI's
+            posterior needs none.
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
             TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective). As with SVI,
             `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws.
@@ -617,7 +617,7 @@ class CVI:
             )
 
     def forecast(self, *args: Any, num_samples: int = 100, **kwargs: Any) -> dict[str, Tensor]:
-        """Draws of what comes after the data: p(z_new, x_new | data), each site (num_samples, *shape).
+        """Draws of what comes after the data: p(z_new, x_new | data), `(num_samples, *shape)` each.
 
         The arguments are those of a model that goes on for longer: sites that are larger than in the fit
         begin with a draw of their posterior and go on as the model says, and so do sites with new names

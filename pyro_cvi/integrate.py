@@ -76,7 +76,7 @@ class IntegratedPosterior:
 
     Attributes:
         hyperparameters: the sites that were integrated over.
-        points: their values, (K, *site shape) each.
+        points: their values, `(K, *site shape)` each.
         weights: (K,), which sum to one.
         bounds: (K,), L at the points: log p(y, theta) plus the log Jacobian, from below.
         log_evidence: log of the integral of exp L, an estimate of log p(y). The integrand is a lower

@@ -4,12 +4,14 @@ import doctest
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import pyro_cvi
+from pyro_cvi import export, gp, plots
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,3 +57,19 @@ def test_docstring_examples_give_what_they_show(example: doctest.DocTest) -> Non
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runner.run(example, out=report.append)
     assert not runner.failures, "".join(report)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = set(
+        re.findall(r"auto(?:class|function|exception):: (?:pyro_cvi\.)?([\w.]+)", text)
+    )
+    public = {name for name in vars(pyro_cvi) if not name.startswith("_")}
+    modules = {name.split(".")[1] for name in sys.modules if name.startswith("pyro_cvi.")}
+    # A function may have the name of the module that it is in.
+    shadowed = {name for name in modules if callable(getattr(pyro_cvi, name, None))}
+    assert public - (modules - shadowed) <= documented
+    beside = {"plots": plots, "export": export, "gp": gp}
+    for module, found in beside.items():
+        names = getattr(found, "__all__", None) or ["bound", "marginals", "report"]
+        assert {f"{module}.{name}" for name in names} <= documented

@@ -59,7 +59,7 @@ _MOST_CELLS = 1 << 22
 
 
 def link(name: str, function: Callable[..., Tensor], *arguments: Expression) -> Expression:
-    """function(*arguments), elementwise, with the arguments kept."""
+    """`function(*arguments)`, elementwise, with the arguments kept."""
     shape = broadcast_shapes(*(a.shape for a in arguments))
     kept, axes = _squeeze(shape)
     squeezed = tuple(group(expand(a, shape)).expression for a in arguments)

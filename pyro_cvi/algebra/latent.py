@@ -69,7 +69,7 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
 
 
 def register_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register rule(out, *args, **kwargs) -> Expression (or a tuple of them, or None for opaque).
+    """Register `rule(out, *args, **kwargs) -> Expression` (or a tuple of them, or None for opaque).
 
     Names are torch's (`__add__` counts as `add`); `out` is the plain result, the arguments are as the
     user gave them, with LatentTensors among them.

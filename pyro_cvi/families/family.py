@@ -55,7 +55,7 @@ class AbstractFamily(ABC):
 
     @abstractmethod
     def log_partition(self, natural: Natural) -> Tensor:
-        """A(natural) = log int h(x) exp(<T(x), natural>) dx, convex, of shape (*batch,)."""
+        """A(natural) = log int h(x) exp(<T(x), natural>) dx, convex, of shape `(*batch,)`."""
 
     @abstractmethod
     def to_mean(self, natural: Natural) -> Mean:
@@ -67,7 +67,7 @@ class AbstractFamily(ABC):
 
     @abstractmethod
     def to_distribution(self, natural: Natural) -> torch.distributions.Distribution:
-        """The Pyro distribution with these natural parameters and with batch shape (*batch,)."""
+        """The Pyro distribution with these natural parameters and with batch shape `(*batch,)`."""
 
     @abstractmethod
     def natural_of_core(self, core: Any) -> Natural:
@@ -79,11 +79,11 @@ class AbstractFamily(ABC):
 
     @abstractmethod
     def is_proper(self, natural: Natural) -> Tensor:
-        """Whether `natural` and A(natural) are finite, as a bool tensor of shape (*batch,)."""
+        """Whether `natural` and A(natural) are finite, as a bool tensor of shape `(*batch,)`."""
 
     @abstractmethod
     def max_step(self, natural: Natural, direction: Natural) -> Tensor:
-        """sup{t >= 0: natural + t direction is proper}, perhaps inf, of shape (*batch,).
+        """sup{t >= 0: natural + t direction is proper}, perhaps inf, of shape `(*batch,)`.
 
         `natural` itself has to be proper.
         """
@@ -118,7 +118,7 @@ class AbstractFamily(ABC):
         )
 
     def advance(self, natural: Natural, direction: Natural, step: Tensor | float) -> Natural:
-        """The plain step natural + step direction; `step` is one for all or of shape (*batch,)."""
+        """The plain step natural + step direction; `step` is one for all or of shape `(*batch,)`."""
         sizes = torch.as_tensor(step, dtype=natural[0].dtype, device=natural[0].device)
         return tuple(
             a + _lift(sizes, n) * b
@@ -143,7 +143,7 @@ class AbstractFamily(ABC):
         )
 
     def inner(self, left: Natural | Mean, right: Natural | Mean) -> Tensor:
-        """<left, right>, summed over statistics and event dimensions, of shape (*batch,)."""
+        """<left, right>, summed over statistics and event dimensions, of shape `(*batch,)`."""
         products = [
             (a * b).sum(tuple(range(-n, 0))) if n else a * b
             for a, b, n in zip(left, right, self.event_dims, strict=True)

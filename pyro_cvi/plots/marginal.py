@@ -46,7 +46,7 @@ def marginals(
     Arguments:
         guide: that of a fit, an `AutoCVI` or `IntegratedPosterior`.
         sites: their names; all sites of at most eight scalars, if not given.
-        prior: for some sites a distribution, or draws (num_samples, *site shape) such as those of
+        prior: for some sites a distribution, or draws `(num_samples, *site shape)` such as those of
             `Predictive(model, num_samples=1000)(*args)`; drawn in grey behind the posterior.
         ax: axes for one site, or as many as there are sites.
 
