@@ -226,18 +226,17 @@ def _draw(ax: Any, graph: _Graph) -> None:
         )  # fmt: skip
         ax.text(middle, y, _short(site, 16), ha="center", va="center", fontsize="small", zorder=4)
     heights = [
-        0.0,
         *graph.sites.values(),
         *graph.data.values(),
         *(b + 0.5 for _, b, _ in graph.boxes),
-    ]
-    ax.set(xlim=(left - 2.6, right + 2.6), ylim=(max(heights) + 0.3, min(heights) - 1.25))
+    ] or [0.0]
+    ax.set(xlim=(left - 2.6, right + 2.6), ylim=(max(heights) + 0.3, min(heights) - 0.9))
     ax.axis("off")
     for x, head in ((left, "priors"), (middle, "latent sites, by block"), (right, "data")):
         if x != right or graph.data:
             ax.text(
                 x,
-                min(heights) - 1.15,
+                min(heights) - 0.85,
                 head,
                 ha="center",
                 va="bottom",
