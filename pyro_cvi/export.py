@@ -83,7 +83,8 @@ def to_arviz(
         ...         pyro.sample("x", dist.Poisson(rate), obs=x)
         >>> x = torch.tensor([1.0, 3.0])
         >>> cvi = CVI(model, AutoCVI(model))
-        >>> data = to_arviz(cvi.guide, x, num_samples=10) if cvi.step(x) else None
+        >>> result = cvi.run(x)
+        >>> data = to_arviz(cvi.guide, x, num_samples=10)
         >>> dict(data.log_likelihood["x"].sizes)
         {'chain': 1, 'draw': 10, 'rows': 2}
     """

@@ -12,11 +12,7 @@ from pyro import poutine
 from pyro_cvi import CVI, AutoCVI, CVIError, integrate
 from pyro_cvi.export import to_arviz
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # arviz announces its next version once a day
-    az = pytest.importorskip(
-        "arviz", reason="the export needs arviz: pip install 'pyro_cvi[arviz]'"
-    )
+az = pytest.importorskip("arviz", reason="the export needs arviz: pip install 'pyro_cvi[arviz]'")
 
 GROUP = torch.arange(12) % 3
 
