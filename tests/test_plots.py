@@ -102,6 +102,7 @@ def test_each_element_of_a_vector_has_its_own_marginal(cvi):
         own = dist.Normal(law.mean[k], law.stddev[k])
         torch.testing.assert_close(p, own.log_prob(x).exp())
     (ax,) = plots.marginals(cvi.guide, "w")
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["[0]", "[1]", "[2]"]
     a = cvi.guide.posterior("w").concentration
     x, p = (torch.as_tensor(v) for v in ax.lines[0].get_data())
     torch.testing.assert_close(p, dist.Beta(a[0], a[1] + a[2]).log_prob(x).exp())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pyro.distributions as dist
@@ -141,6 +142,7 @@ def _panel(ax: Any, law: Any, prior: Any) -> None:
         _bars(ax, values, p, prior)
         return
     size = math.prod(_shape(law))
+    names = [str(list(place)) for place in product(*map(range, _shape(law)))]
     draws = law.sample((_DRAWS,)).reshape(_DRAWS, -1).double().cpu()
     if size > _FEW:
         _intervals(ax, draws)
@@ -150,7 +152,7 @@ def _panel(ax: Any, law: Any, prior: Any) -> None:
     if prior is not None:
         _behind(ax, prior, grid)
     for k in range(size):
-        colour, label = COLOURS[k], f"[{k}]" if size > 1 else "posterior"
+        colour, label = COLOURS[k], names[k] if size > 1 else "posterior"
         if density is None:
             ax.hist(
                 draws[:, k].numpy(), bins=60, density=True, histtype="step", color=colour, label=label
