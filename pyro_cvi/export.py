@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.guide import AutoCVI
 from pyro_cvi.infer import RunResult
 from pyro_cvi.integrate import IntegratedPosterior
 
@@ -27,7 +27,7 @@ __all__ = ["to_arviz"]
 
 
 def to_arviz(
-    guide: AutoCVI | IntegratedPosterior,
+    guide: AutoGuide | IntegratedPosterior,
     *args: Any,
     model: Callable[..., Any] | None = None,
     num_samples: int = 1000,
@@ -49,13 +49,15 @@ def to_arviz(
     - `log_likelihood`: log p(y_n | x_s) of each observation, given the local latents of the draw,
       without the scales of subsampling; zero where an observation is masked;
     - `observed_data`;
-    - `sample_stats`: `lp` is log p(y, x_s), and of an `AutoCVI` `log_q` is log q(x_s). The mean of
-      their difference estimates the bound. Its attribute `loss` is the last one of `result`.
+    - `sample_stats`: `lp` is log p(y, x_s), and `log_q` is log q(x_s), which an `IntegratedPosterior`
+      does not have. The mean of their difference estimates the bound. The attribute `loss` is the last
+      one of `result`.
 
     Draws are independent, so effective sample sizes and R-hat say nothing about the fit.
 
     Arguments:
-        guide: that of a fit.
+        guide: that of a fit: an `AutoCVI`, a list with one in it (`HybridGuide`), or an
+            `IntegratedPosterior`. Pyro's own autoguides serve too.
         args, kwargs: the model's arguments, with its data, as in `run`.
         model: needed for an `IntegratedPosterior`, and for a guide that was unpickled.
         num_samples: how many draws. The model runs twice for each.
@@ -104,7 +106,7 @@ def to_arviz(
             rest = {n: s["value"] for n, s in sites.items() if n not in data}
             _add(groups["posterior"], rest)
             stats = {"lp": given.log_prob_sum()}
-            if isinstance(guide, AutoCVI):
+            if isinstance(guide, AutoGuide):
                 stats["log_q"] = drawn.log_prob_sum()
             _add(groups["sample_stats"], {n: torch.as_tensor(v) for n, v in stats.items()})
             if log_likelihood:
@@ -160,10 +162,11 @@ def _arviz() -> Any:
 
 
 def _model_of(guide: Any, model: Callable[..., Any] | None) -> Callable[..., Any]:
-    if not isinstance(guide, AutoCVI | IntegratedPosterior):
+    if not isinstance(guide, AutoGuide | IntegratedPosterior):
         raise CVIError(
             message(
-                "to_arviz", f"a {type(guide).__name__}", "an AutoCVI or IntegratedPosterior",
+                "to_arviz", f"a {type(guide).__name__}",
+                "an AutoCVI, HybridGuide or IntegratedPosterior",
                 "to_arviz(cvi.guide, *args)",
             )
         )  # fmt: skip

@@ -8,8 +8,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoNormal
 
-from pyro_cvi import CVI, AutoCVI, CVIError, integrate
+from pyro_cvi import CVI, AutoCVI, CVIError, HybridGuide, integrate
 from pyro_cvi.export import to_arviz
 
 az = pytest.importorskip("arviz", reason="the export needs arviz: pip install 'pyro_cvi[arviz]'")
@@ -142,11 +143,24 @@ def test_discrete_latents_and_minibatches():
     assert data.log_likelihood["y"].shape == (1, 6, 4)
 
 
+def test_a_list_of_guides_and_pyros_own(fit):
+    _, args, _ = fit
+    both = HybridGuide(model)
+    both.append(AutoCVI(poutine.block(model, hide=["sd"])))
+    both.append(AutoNormal(poutine.block(model, expose=["sd"])))
+    cvi = CVI(model, both, optim=pyro.optim.Adam({"lr": 0.01}))
+    cvi.step(*args)
+    for guide in (both, AutoNormal(model)):
+        data = to_arviz(guide, *args, num_samples=3)
+        assert set(data.posterior.data_vars) == {"sd", "b", "u", "largest"}
+        assert bool(torch.isfinite(torch.as_tensor(data.sample_stats["log_q"].values)).all())
+
+
 def test_errors_say_what_is_missing(fit, monkeypatch):
     cvi, args, _ = fit
     with pytest.raises(CVIError, match="positive integer"):
         to_arviz(cvi.guide, *args, num_samples=0)
-    with pytest.raises(CVIError, match="an AutoCVI or IntegratedPosterior"):
+    with pytest.raises(CVIError, match="HybridGuide or IntegratedPosterior"):
         to_arviz(cvi, *args)
     real = builtins.__import__
 
