@@ -85,7 +85,9 @@ def _axis_of(o: Stat, at: int) -> int | None:
         if size == n:
             where = _coordinate(o, axis)
             steps = torch.arange(n, device=where.device)
-            if bool((where.movedim(at, -1) == steps).all()):
+            origin = o.index - _stride(o, axis) * where
+            along = bool((where.movedim(at, -1) == steps).all())
+            if along and bool((origin == origin.narrow(at, 0, 1)).all()):  # not along a diagonal
                 return axis
     return None
 
