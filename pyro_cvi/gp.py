@@ -104,6 +104,7 @@ class GaussianProcess:
                     "leave batch_size out, or use inducing inputs",
                 )
             )  # fmt: skip
+        _check_names(gp)
         self.observe = _observed_by(gp.likelihood) if observe is None else observe
         self.by_class = observe is None and isinstance(gp.likelihood, MultiClass)
         for module in gp.modules():
@@ -187,6 +188,25 @@ class GaussianProcess:
         for module in self.gp.modules():
             for name in getattr(module, "_guides", {}):
                 setattr(module, f"{name}_map", medians[module._pyro_get_fullname(name)])
+
+
+def _check_names(gp: Any) -> None:
+    """Parameters of two Gaussian processes that have one name are one parameter to Pyro."""
+    if pyro.settings.get("module_local_params"):
+        return
+    store = pyro.get_param_store()
+    for leaf_name, leaf in gp.named_parameters():
+        name = leaf_name.removesuffix("_unconstrained")
+        name = f"{gp._pyro_name}.{name}" if gp._pyro_name else name
+        if name in store and store[name].unconstrained() is not leaf:
+            raise CVIError(
+                message(
+                    f"parameter '{name}'", "another object has a parameter of this name, whose value it "
+                    "would take over", "names of their own for the parameters of each Gaussian process",
+                    "pyro.clear_param_store() if the other one is done with, or hold both in one "
+                    "PyroModule",
+                )
+            )  # fmt: skip
 
 
 class _Constants(Messenger):

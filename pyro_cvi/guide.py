@@ -429,9 +429,9 @@ class AutoCVI(AutoGuide):
             if block.layout is not None:
                 result |= scatter(block, draw(block, belief))
             elif block.is_chain:
-                raise CVIError(
-                    f"draw({sorted(block.sites)[:3]}): a chain is drawn by calling the guide"
-                )
+                latents = {s: self._whole.latents[s] for s in block.sites}
+                with poutine.block():
+                    result |= self._sample_chain(_Drawn(block, latents, belief, {}))
             else:
                 result[block.sites[0]] = self.posterior(block.sites[0]).sample()
         latents = self._whole.latents
@@ -758,7 +758,8 @@ class _Drawn:
         """One sample statement inside the site's plates."""
         with ExitStack() as stack:
             for name, *_ in self.latents[site].plates:
-                stack.enter_context(self.plates[name])
+                if name in self.plates:  # without plates, all elements at once
+                    stack.enter_context(self.plates[name])
             value: Tensor = pyro.sample(site, fn)
         return value
 

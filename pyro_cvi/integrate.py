@@ -225,6 +225,8 @@ def integrate(
         >>> bool(posterior.posterior("s").stddev > cvi.guide.posterior("s").stddev)
         True
     """
+    if not isinstance(sites, str | Sequence):
+        raise CVIError(f"integrate({sites!r}): expected the name of a site, or a list of names")
     names = (sites,) if isinstance(sites, str) else tuple(sites)
     _check_cvi(cvi, names, num_points)
     with torch.random.fork_rng(), torch.no_grad():
@@ -409,11 +411,13 @@ class _Fits:
                 "check with CVI.run on the model with these sites fixed",
             )
         if not design.ends:
-            _warn(
-                where,
-                "their density does not die out where the lattice had to end",
-                "a proper posterior on the unconstrained scale",
-                "give them proper priors; a scale whose prior is 1 / s has no posterior near zero",
+            raise CVIError(
+                message(
+                    where,
+                    "their density does not die out where the lattice had to end",
+                    "a proper posterior on the unconstrained scale",
+                    "give them proper priors; a scale whose prior is 1 / s has no posterior near zero",
+                )
             )
 
 

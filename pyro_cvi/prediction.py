@@ -6,7 +6,8 @@ optimum given it, for as many rows as there are, in chunks. The predictive densi
     log p(x) ~ log 1/S sum_s exp L(x; theta_s),        theta_s ~ q(theta),
 
 with L the log density of the row with its local latents integrated out: exact where their posterior
-given theta is in its family (one discrete site or chain, or Gaussians), else a lower bound.
+given theta is in its family (one discrete site or chain, or Gaussians), else a lower bound. Sites that
+keep their prior are drawn with theta.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
+from pyro_cvi.families import peel
 from pyro_cvi.graph.check import factor_values
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import initial_belief
@@ -112,7 +114,8 @@ def log_predictive(
                 "name it with plates=[...]",
             )
         )
-    shared = [n for n in guide.plan.latents if not rows.is_local(guide, n)]
+    held = {n for n, x in guide.plan.latents.items() if x.held}
+    shared = [n for n in guide.plan.latents if not rows.is_local(guide, n) and n not in held]
     seeds = torch.randint(2**31, (num_samples,)).tolist()  # the same draws for all chunks
     result = []
     prepared: Prepared | None = None
@@ -122,8 +125,8 @@ def log_predictive(
         for seed in seeds:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                given = poutine.condition(model, data=guide.draw(shared))
-            if len(shared) == len(guide.plan.latents):
+                given = poutine.condition(_Drawn(model), data=guide.draw(shared))
+            if len(shared) + len(held) == len(guide.plan.latents):
                 values.append(_without_locals(given, part_args, part_kwargs, plate, len(index)))
             else:
                 limit = guide.max_dense_dim
@@ -131,6 +134,31 @@ def log_predictive(
                 values.append(_local_evidence(prepared, plate))
         result.append(torch.stack(values).logsumexp(0) - math.log(num_samples))
     return torch.cat(result)
+
+
+class _Drawn:
+    """The model with one draw of every site that keeps its prior, as a constant."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._values = model, dict[str, Tensor]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _HeldAt(self._values):
+            return self._model(*args, **kwargs)
+
+
+class _HeldAt(Messenger):
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["infer"].get("posterior") != "prior" or msg["is_observed"]:
+            return
+        known = self._values.get(msg["name"])
+        if known is None or known.shape != msg["fn"].shape():
+            known = self._values[msg["name"]] = msg["fn"].sample()
+        msg["value"], msg["is_observed"], msg["mask"] = known, True, False
 
 
 class _Prefix(Messenger):
@@ -160,6 +188,18 @@ class _Prefix(Messenger):
                     "forecast with arguments that span the time of the fit and what comes after it",
                 )
             )
+        core: Any = peel(msg["fn"])
+        grown = [i - known.ndim for i in range(known.ndim) if known.shape[i] < drawn.shape[i]]
+        if any(-axis <= core.event_dim for axis in grown):
+            raise CVIError(
+                message(
+                    f"latent site '{msg['name']}'",
+                    f"it grows along an axis whose elements a {type(core).__name__} joins, so that the "
+                    "new ones depend on the old",
+                    "new elements that the model draws by themselves, or from those before them",
+                    "fit on all elements at once, with the likelihood on those that are observed",
+                )
+            )
         value = drawn.clone()
         value[tuple(slice(0, n) for n in known.shape)] = known
         msg["value"] = value
@@ -173,10 +213,14 @@ def forecast(
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
         raise CVIError(f"num_samples is {num_samples!r}; expected a positive integer")
     draws: list[dict[str, Tensor]] = []
-    for _ in range(num_samples):
-        prefix = _Prefix(guide.draw(list(guide.plan.latents)))
+    for i in range(num_samples):
+        known = guide.draw(list(guide.plan.latents))
+        prefix = _Prefix(known)
         with poutine.block(), prefix:
             trace = poutine.trace(model).get_trace(*args, **kwargs)
+        if i == 0:
+            with poutine.block(), _Prefix(known):
+                _check_tail(trace, poutine.trace(model).get_trace(*args, **kwargs))
         gone = sorted(set(guide.plan.latents) - prefix.used)
         if gone:
             raise CVIError(
@@ -195,6 +239,22 @@ def forecast(
             }
         )
     return {n: torch.stack([d[n] for d in draws]) for n in draws[0]}
+
+
+def _check_tail(one: poutine.Trace, two: poutine.Trace) -> None:
+    """No observed site sees what comes after the fit: it would have to inform it."""
+    values, again = factor_values(one), factor_values(two)
+    for name, value in values.items():
+        if one.nodes[name]["is_observed"] and not torch.equal(value, again[name]):
+            raise CVIError(
+                message(
+                    f"observed site '{name}'",
+                    "it depends on latent elements that come after the fit, whose draws it would inform",
+                    "latents that go on by themselves: in a loop, or as sums of innovations",
+                    "write a step as a sample site of its own, x = pyro.sample('x', Normal(before, s)), "
+                    "and give no data for what is to be forecast",
+                )
+            )
 
 
 def _local_evidence(prepared: Prepared, plate: str) -> Tensor:

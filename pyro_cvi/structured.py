@@ -58,6 +58,10 @@ class StructuredBelief(AbstractBelief):
         """The same means with all precisions (of scalars and views) times the factor."""
 
     @abstractmethod
+    def touched(self, gradient: Sequence[Tensor | None]) -> Tensor:
+        """Whether a gradient in the leaves says anything about each scalar, (D,)."""
+
+    @abstractmethod
     def views(self) -> list[tuple[Tensor, Tensor]]:
         """Mean and covariance of each group of views."""
 
@@ -137,6 +141,10 @@ class ProcessBelief(StructuredBelief):
 
     def draw(self) -> Tensor:
         return self.marginals()[0] + self.parts.draw()
+
+    def touched(self, gradient: Sequence[Tensor | None]) -> Tensor:
+        """All of them: what a prior of a process joins is informed as a whole."""
+        return torch.ones(self.spec.size, dtype=torch.bool, device=self.coefficients.device)
 
     def like(self, tensors: Sequence[Tensor]) -> ProcessBelief | None:
         loc, precision, coefficients, *curvature = tensors
@@ -437,6 +445,16 @@ class ChainBelief(StructuredBelief):
         x, b = p.dual(unit)
         x, b = self.factorised.solve(x.movedim(0, -1), b.mT)
         return symmetrise(p.values(x.movedim(-1, 0), b.mT)[:, index])
+
+    def touched(self, gradient: Sequence[Tensor | None]) -> Tensor:
+        ((loc, cov),) = self.views()
+        g_loc, g_cov = or_zeros(gradient[0], loc), or_zeros(gradient[1], cov)
+        own = (g_loc != 0) | (g_cov.diagonal(dim1=-2, dim2=-1) != 0)
+        x, b, _ = self._assembled(own.to(loc.dtype), torch.zeros_like(cov))
+        found = self.pattern.taken(x, b)
+        if self.pattern.coordinates is not None:
+            found = self.pattern.coordinates.later(found)
+        return found > 0
 
     def draw(self) -> Tensor:
         x, b = self.factorised.draw()

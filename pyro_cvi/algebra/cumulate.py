@@ -50,8 +50,8 @@ def cumulated(e: Expression, dim: int) -> Expression | None:
 
 
 def _cumulated_term(t: Term, label: int, n: int) -> Term | None:
-    along = [i for i, o in enumerate(t.operands) if label in o.axes]
-    operands = list(t.operands)
+    operands = [_along_less(o, label) for o in t.operands]
+    along = [i for i, o in enumerate(operands) if label in o.axes]
     if not along:
         like = next((o.tensor for o in operands if isinstance(o, Const)), torch.zeros(()))
         steps = torch.arange(1, n + 1, dtype=like.dtype, device=like.device)
@@ -76,6 +76,17 @@ def _cumulated_term(t: Term, label: int, n: int) -> Term | None:
     else:
         return None
     return Term(t.coefficient, tuple(operands))
+
+
+def _along_less(o: Operand, label: int) -> Operand:
+    """A constant without an axis along which it is the same, as a scale that was expanded."""
+    if not isinstance(o, Const) or label not in o.axes:
+        return o
+    at = o.axes.index(label)
+    first = o.tensor.narrow(at, 0, 1)
+    if not bool((o.tensor == first).all()):
+        return o
+    return Const(first.squeeze(at), tuple(a for a in o.axes if a != label))
 
 
 def _axis_of(o: Stat, at: int) -> int | None:

@@ -38,9 +38,9 @@ __all__: list[str] = []
 E = expression_of
 _SMALL = 1 << 16
 _LONGEST_CUMSUM = 4096
+"""A cumulative sum is a triangular matrix here; beyond this length it is opaque."""
 _LONG_CUMSUM = 200
 """Scalars above which a cumulative sum stays one: the block may be a chain in its coordinates."""
-"""A cumulative sum is a triangular matrix here; beyond this length it is opaque."""
 
 
 def _constant(x: Any) -> bool:

@@ -62,6 +62,14 @@ class Cumulation:
         z[..., has] -= s[..., self.before[has]]
         return z
 
+    def later(self, u: Tensor) -> Tensor:
+        """D^-T u along the last axis: of each scalar, what the sums from it on have."""
+        z = u.clone()
+        for at, axis in self.parts:
+            own = axis - at.ndim
+            z[..., at] = u[..., at].flip(own).cumsum(own).flip(own)
+        return z
+
     def dual(self, u: Tensor) -> Tensor:
         """D^T u along the last axis: u^T z = (D^T u)^T s."""
         has = self.before >= 0

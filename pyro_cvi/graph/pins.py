@@ -27,6 +27,7 @@ from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import initial_beliefs
 from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Factor, Latent, enumerated_values, parameter_dtype
+from pyro_cvi.structured import StructuredBelief
 
 __all__ = ["jacobian_factors", "pin_factors"]
 
@@ -77,7 +78,10 @@ def _informed(evaluator: Evaluator, plan: Plan, latent: Latent) -> Tensor:
     """Whether any message reaches a cell, shape batch_shape."""
     block = plan.block_of(latent.name)
     gradient = evaluator.message(block)
-    if block.layout is not None:
+    belief = evaluator.beliefs[block.name]
+    if block.layout is not None and isinstance(belief, StructuredBelief):
+        touched = belief.touched(gradient)[block.layout.flat(latent.name)].reshape(latent.shape)
+    elif block.layout is not None:
         at = (block.layout.element[latent.name], block.layout.position[latent.name])
         touched = torch.zeros(latent.shape, dtype=torch.bool, device=latent.value.device)
         if gradient[0] is not None:

@@ -276,7 +276,9 @@ def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
         if shares_dims(call.latents) or _is_small(call.latents):
             near = {n: _towards_mean(x, point[n], _SHRINK[0]) for n, x in call.latents.items()}
             run = call.plain({n: near[n] for n in near if n not in discrete})
-            check_branches(symbolic, run, factor_values(run))
+            lost = {n for f in symbolic.factors for n in f.forced if n not in discrete}
+            held = call.symbolic({n: run.nodes[n]["value"] for n in lost}) if lost else symbolic
+            check_branches(held, run, factor_values(run))
         point |= discrete
     if discrete or inner:
         fresh = call.plain(point)

@@ -1,6 +1,7 @@
 """Discrete models with known parameters: the bound is the evidence, summed over all states."""
 
 import itertools
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -220,3 +221,38 @@ def test_elements_of_a_plate_that_meet_inside_of_it_are_an_error():
 
     with pytest.raises(CVIError, match="all states are tried at once"):
         CVI(model, AutoCVI(model)).step(torch.full((4,), 8.0))
+
+
+def test_a_density_that_only_the_self_check_can_judge_beside_a_discrete_site():
+    """LKJCholesky's transform writes in place: its factors are sampled, b keeps its exact message."""
+    data, label = torch.tensor([1.4, 0.3, 1.1]), torch.tensor([0.9, 0.4])
+
+    def model():
+        L = pyro.sample("L", dist.LKJCholesky(3, 1.0))
+        b = pyro.sample("b", dist.Bernoulli(0.3))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(L[1, 0], 0.5), obs=data)
+        with pyro.plate("labels", 2):
+            pyro.sample("v", dist.Normal(b, 0.5), obs=label)
+
+    cvi = CVI(model, AutoCVI(model), seed=0)
+    cvi.run(num_steps=60)
+    log_p = [dist.Normal(b, 0.5).log_prob(label).sum() for b in (0.0, 1.0)]
+    odds = math.log(0.3 / 0.7) + log_p[1] - log_p[0]
+    assert float(cvi.guide.posterior("b").probs) == pytest.approx(float(odds.sigmoid()), rel=1e-6)
+    # r = L[1, 0] has the prior (1 - r^2)^(1/2) under three dimensions.
+    r = torch.linspace(-0.9999, 0.9999, 4001)
+    log_r = dist.Normal(r, 0.5).log_prob(data[:, None]).sum(0) + 0.5 * (1 - r**2).log()
+    mean = float((log_r.softmax(0) * r).sum())
+    draws = torch.stack([cvi.guide()["L"][1, 0] for _ in range(2000)])
+    assert float(draws.mean()) == pytest.approx(mean, abs=0.06)
+
+
+def test_a_branch_that_is_lost_is_still_found():
+    def model():
+        b = pyro.sample("b", dist.Bernoulli(0.5))
+        shift = 1.0 if float(b.reshape(-1)[0]) > 0.5 else 0.0
+        pyro.sample("y", dist.Normal(shift, 1.0), obs=torch.tensor(1.0))
+
+    with pytest.raises(CVIError, match=r"torch\.where"):
+        CVI(model, AutoCVI(model)).step()

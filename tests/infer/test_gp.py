@@ -252,6 +252,7 @@ def test_a_stream_of_minibatches_given_as_arguments():
     X, y = data()
     process = sparse(X[:40], y[:40], num_data=N)
     _, m, _ = direct(sparse(X, y), X, y)
+    pyro.clear_param_store()
     model = GaussianProcess(process, learn=False)
     cvi = CVI(model, AutoCVI(model))
     for _ in range(60):
@@ -286,7 +287,7 @@ def test_a_held_site_is_integrated_out_and_never_moves():
     q = cvi.guide.posterior("mu")
     m, s = q.mean.clone().requires_grad_(), q.variance.sqrt().requires_grad_()
     value = bound(m, s)
-    assert loss == pytest.approx(float(value), rel=1e-9)
+    assert loss == pytest.approx(float(value.detach()), rel=1e-9)
     for g in torch.autograd.grad(value, (m, s)):
         assert abs(float(g)) < 1e-5
     assert "held at its prior" in str(explain(noisy, y, {"posterior": "prior"}))
@@ -335,6 +336,18 @@ def test_the_models_of_pyro_are_refused():
         AutoCVI(process.model)
     with pytest.raises(CVIError, match=r"pyro_cvi\.gp\.GaussianProcess"):
         CVI(process.model, guide)
+
+
+def test_two_processes_of_one_name_are_refused():
+    """Pyro would give the second one the parameters of the first."""
+    X, y = data()
+    first = GaussianProcess(sparse(X, y))
+    CVI(first, AutoCVI(first), pyro.optim.Adam({"lr": 0.1})).step()
+    second = sparse(X, y)
+    with pytest.raises(CVIError, match="clear_param_store"):
+        GaussianProcess(second)
+    pyro.clear_param_store()
+    GaussianProcess(second)
 
 
 def test_errors():

@@ -276,6 +276,70 @@ def test_forecasts_have_the_exact_law(kind, T):
     assert float(((new - found).var(0) - 1).abs().max()) < 4 * (2 / S) ** 0.5
 
 
+def test_a_discrete_chain_is_forecast():
+    """States move on by the transition matrix, from the last one's posterior."""
+    matrix = torch.tensor([[0.9, 0.1], [0.3, 0.7]])
+
+    def model(T, y=None):
+        z = torch.tensor(0)
+        for t in pyro.markov(range(T)):
+            z = pyro.sample(f"z_{t}", dist.Categorical(matrix[z]))
+            data = None if y is None or t >= len(y) else y[t]
+            pyro.sample(f"y_{t}", dist.Normal(2.0 * z, 1.0), obs=data)
+
+    y = torch.tensor([0.1, 1.8, 2.2, 0.4, 1.1])
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(5, y)
+    draws = cvi.forecast(7, num_samples=2000)
+    last = torch.stack([cvi.guide.posterior("z_4").probs[..., 1 - i] for i in (1, 0)])
+    wanted = last @ matrix @ matrix
+    share = float((draws["z_6"] == 1).double().mean())
+    assert share == pytest.approx(float(wanted[1]), abs=4 * (0.25 / 2000) ** 0.5)
+
+
+def by_differences(T, y=None):
+    x = pyro.sample("x", dist.Normal(0.0, 3.0).expand([T]).to_event(1))
+    steps = dist.Normal(x[1:] - x[:-1], 0.1).to_event(1)
+    pyro.sample("steps", steps, obs=torch.zeros(T - 1))
+    with pyro.plate("time", T):
+        pyro.sample("y", dist.Normal(x, 0.2), obs=y)
+
+
+def gaussian_process(T, y=None):
+    t = torch.arange(float(T))
+    K = torch.exp(-((t[:, None] - t) ** 2) / 50) + 1e-6 * torch.eye(T)
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(T), K))
+    with pyro.plate("time", T):
+        pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(by_differences, "'steps'"), (gaussian_process, "MultivariateNormal")]
+)
+def test_what_the_model_does_not_draw_from_the_past_is_not_forecast(model, said):
+    """New elements would come from the prior, whatever the old ones are."""
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(30, torch.full((30,), 2.0))
+    with pytest.raises(CVIError, match=said):
+        cvi.forecast(33)
+
+
+def test_noise_that_keeps_its_prior_is_integrated_out_of_new_rows():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            e = pyro.sample("e", dist.Normal(0.0, 2.0), infer={"posterior": "prior"})
+            pyro.sample("y", dist.Normal(w + e, 0.5), obs=y)
+
+    cvi = CVI(model, AutoCVI(model))
+    cvi.run(2.5 * torch.randn(50))
+    q = cvi.guide.posterior("w")
+    new = torch.tensor([0.0, 3.0])
+    exact = dist.Normal(q.mean, (q.variance + 4.25).sqrt()).log_prob(new)
+    found = cvi.log_predictive(new, num_samples=4000)
+    torch.testing.assert_close(found, exact, atol=0.15, rtol=0)
+
+
 def test_forecasts_say_what_is_wrong():
     y = torch.randn(20)
     cvi = CVI(local_level, AutoCVI(local_level))

@@ -689,3 +689,47 @@ def test_a_long_sum_under_minibatches_and_in_a_sampled_factor_is_written_out():
     sampled = CVI(model, AutoCVI(model))
     sampled.run(y, None, True, num_steps=3)
     assert sampled.guide.block_of("z").structure in ("dense", "diagonal")
+
+
+@pytest.mark.parametrize("kind", ["sums", "differences"])
+def test_padding_in_a_chain_is_pinned_to_its_prior(kind, monkeypatch):
+    """Masked cells that nothing informs have their prior, the others the posterior of a dense block."""
+    length = torch.tensor([80, 50, 30, 70])
+    mask = torch.arange(80) < length[:, None]
+    y = torch.randn(4, 80)
+
+    def model(y):
+        series, time = pyro.plate("series", 4, dim=-2), pyro.plate("time", 80, dim=-1)
+        with series, time, poutine.mask(mask=mask):
+            z = pyro.sample("z", dist.Normal(0.0, 0.3))
+            level = z.cumsum(-1) if kind == "sums" else z
+            if kind == "differences":
+                before = torch.cat([torch.zeros(4, 1), z[:, :-1]], -1)
+                pyro.sample("d", dist.Normal(z - before, 0.3), obs=torch.zeros(4, 80))
+            pyro.sample("y", dist.Normal(level, 0.5), obs=y)
+
+    guide = AutoCVI(model)
+    loss = CVI(model, guide).run(y).losses[-1]
+    assert guide.block_of("z").structure == "chain"
+    monkeypatch.setattr(blocks, "_viewed", lambda *args: None)
+    dense = AutoCVI(model)
+    assert loss == pytest.approx(CVI(model, dense).run(y).losses[-1], rel=1e-9)
+    q, wanted = guide.posterior("z"), dense.posterior("z")
+    torch.testing.assert_close(q.mean, wanted.mean, atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.variance, wanted.variance)
+    torch.testing.assert_close(q.variance[~mask], torch.full_like(q.variance[~mask], 0.09))
+
+
+@pytest.mark.parametrize("centered", [0.0, 0.5])
+def test_reparameterised_innovations_stay_a_chain(centered):
+    y = torch.randn(300)
+
+    @poutine.reparam(config={"x": pyro.infer.reparam.LocScaleReparam(centered)})
+    def model(y):
+        with pyro.plate("time", 300):
+            x = pyro.sample("x", dist.Normal(1.0, 0.3))
+            pyro.sample("y", dist.Normal(x.cumsum(-1), 1.0), obs=y)
+
+    guide = AutoCVI(model)
+    CVI(model, guide).run(y)
+    assert guide.block_of("x_decentered").structure == "chain"
