@@ -28,7 +28,7 @@ from torch.nn.functional import avg_pool2d
 from pyro_cvi import CVI, AutoCVI
 
 RATES = (0.01, 0.03, 0.1, 0.3)
-TIMES = (5, 10, 20, 40)
+TIMES = (5, 10, 20, 30)
 DRAWS = 100
 
 
@@ -83,7 +83,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     at = machine()
     warm_up()
-    count, K, cap, rates = 2000, 10, 45.0, RATES
+    count, K, cap, rates = 2000, 10, 32.0, RATES
     if options.small:
         count, K, cap, rates = 200, 3, 3.0, RATES[1:2]
     images = torch.from_numpy(arrays("mnist")["X_train"][:count]).float().reshape(count, 1, 28, 28)

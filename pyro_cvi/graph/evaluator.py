@@ -309,9 +309,7 @@ class Evaluator:
         gradient there, as `message` returns it.
         """
         with torch.no_grad():
-            leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
-            moments, probabilities = moments_of(self.plan, leaves, self.beliefs)
-            values = [f(moments, probabilities) for f in self._factors[block.name]]
+            values = self._values(self._factors[block.name])
             now = self._stacked(block, before.new_zeros(()), values).sum()
         change = self._linear(block, message, old.leaves(), self.leaves[block.name])
         return float(now - before) - self.weight_of(block) * change
@@ -368,12 +366,22 @@ class Evaluator:
     def elbo(self) -> float:
         """The ELBO without the sampled factors' part."""
         if not self.shards.plates:
-            return float(self.expectations().detach() + self.entropy())
+            values = self._values([f for f in self.plan.factors if not f.sampled])
+            return float(torch.stack([v.reshape(()) for v in values]).sum() + self.entropy())
         spread, rest = self.split_expectations()
         for b in self.plan.blocks:
             entropy = self.beliefs[b.name].entropy() * b.scale
             spread, rest = (spread + entropy, rest) if self.is_own(b) else (spread, rest + entropy)
         return float(self.shards.total(spread.detach().double()) + rest.detach())
+
+    def _values(self, factors: Sequence[CompiledFactor]) -> list[Tensor]:
+        """E_q[log p] of some factors; without a graph where the next step sees other data anyway."""
+        if not self.plan.stochastic or self.plan.learns:
+            return [self.factor(f).detach() for f in factors]
+        with torch.no_grad():
+            leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
+            moments, probabilities = moments_of(self.plan, leaves, self.beliefs)
+            return [f(moments, probabilities) for f in factors]
 
     def split_expectations(self) -> tuple[Tensor, Tensor]:
         """`expectations` of the factors that are spread over processes, and of the others."""
