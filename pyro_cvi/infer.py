@@ -241,7 +241,7 @@ class CVI:
             if self.shards.plates and sweeper.time == 0:
                 self._share_start(evaluator)
             sweeper.narrow(evaluator)
-            sampler = partial(self._sampler, model, prepared, args, kwargs)
+            sampler = partial(self._sampler, prepared, args, kwargs, model)
             sweeper.located = self._own.located
             unseen = self._own.has_unseen()
             sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
@@ -292,7 +292,7 @@ class CVI:
                     self._sweeper.settle(found, noisy)
                     if noisy:
                         other = Sweeper("stochastic", 1.0, 0.7, self._sweeper.seed)
-                        sampler = self._sampler(model, prepared, args, kwargs)
+                        sampler = self._sampler(prepared, args, kwargs, model)
                         other.settle_sampled(
                             found, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED,
                             fresh=self._own.has_unseen(),
@@ -425,7 +425,7 @@ class CVI:
             return
         with torch.enable_grad(), self._own.undone_on_error():
             evaluator = self._evaluator_for(prepared)
-            sampler = self._sampler(self.model, prepared, args, kwargs)
+            sampler = self._sampler(prepared, args, kwargs)
             if self._sweeper.average(evaluator, sampler):
                 for block in prepared.plan.blocks:
                     self._own.set_belief(block, evaluator.beliefs[block.name])
@@ -457,7 +457,7 @@ class CVI:
                 model, args, kwargs, self._elements({}, draw), fitting=False,
                 beside=None if draw is None else draw.parameters, spread=self.shards.plates,
             )  # fmt: skip
-            sampler = self._sampler(model, prepared, args, kwargs)
+            sampler = self._sampler(prepared, args, kwargs, model)
             evaluator = Evaluator(prepared.plan, self._own.beliefs())
             seed = self._sweeper.seed
             messages = [
@@ -710,9 +710,11 @@ class CVI:
         return chosen if draw is None else {**chosen, **draw.indices}
 
     def _sampler(
-        self, model: Callable[..., Any], prepared: Prepared, args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any],
+        model: Callable[..., Any] | None = None,
     ) -> Sampler:  # fmt: skip
+        """Draws of a model; of that of the fit, if none is given."""
+        model = self.model if model is None else model
         plan = prepared.plan
         call = Call(model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
         return Sampler(plan, call, self.sampling)
@@ -727,7 +729,7 @@ class CVI:
     ) -> float:
         elbo = evaluator.elbo()
         if prepared.plan.sampled_sites():
-            sampler = self._sampler(model, prepared, args, kwargs)
+            sampler = self._sampler(prepared, args, kwargs, model)
             seed = self._sweeper.seed
             elbo += sampler.estimate(evaluator, {}, gradient=False, seed=seed).value
         return elbo

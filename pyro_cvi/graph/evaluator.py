@@ -367,7 +367,8 @@ class Evaluator:
         """The ELBO without the sampled factors' part."""
         if not self.shards.plates:
             values = self._values([f for f in self.plan.factors if not f.sampled])
-            return float(torch.stack([v.reshape(()) for v in values]).sum() + self.entropy())
+            total = torch.stack([v.reshape(()) for v in values]).sum() if values else 0.0
+            return float(self.entropy() + total)
         spread, rest = self.split_expectations()
         for b in self.plan.blocks:
             entropy = self.beliefs[b.name].entropy() * b.scale
