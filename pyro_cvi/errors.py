@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["CVIError", "CVIWarning", "ModelError", "message"]
+from importlib import import_module
+from typing import Any
+
+__all__ = ["CVIError", "CVIWarning", "ModelError", "imported", "message"]
 
 
 class CVIError(ValueError):
@@ -20,3 +23,17 @@ class CVIWarning(UserWarning):
 def message(where: str, found: str, expected: str, remedy: str) -> str:
     """One sentence a part: where, what was found, what was expected, what to write instead."""
     return f"{where}: {found}. Expected: {expected}. Instead: {remedy}."
+
+
+def imported(module: str, extra: str, where: str) -> Any:
+    """A module that an extra brings, or an ImportError that names the extra."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            message(
+                where, f"{package} is not installed", f"the extra '{extra}'",
+                f"python3 -m pip install 'pyro_cvi[{extra}]'",
+            )
+        ) from error  # fmt: skip

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError, imported, message
 from pyro_cvi.infer import RunResult
 from pyro_cvi.integrate import IntegratedPosterior
 
@@ -90,7 +90,7 @@ def to_arviz(
         >>> dict(data.log_likelihood["x"].sizes)
         {'chain': 1, 'draw': 10, 'rows': 2}
     """
-    az = _arviz()
+    az = imported("arviz", "arviz", "pyro_cvi.export")
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
         raise CVIError(f"num_samples is {num_samples!r}; expected a positive integer")
     run = _Runs(_model_of(guide, model), args, kwargs)
@@ -146,19 +146,6 @@ def _dataset(
         dims=own,
         **kwargs,
     )
-
-
-def _arviz() -> Any:
-    try:
-        import arviz
-    except ImportError as error:
-        raise ImportError(
-            message(
-                "pyro_cvi.export", "arviz is not installed", "the extra 'arviz'",
-                "python3 -m pip install 'pyro_cvi[arviz]'",
-            )
-        ) from error  # fmt: skip
-    return arviz
 
 
 def _model_of(guide: Any, model: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyro_cvi.errors import message
+from pyro_cvi.errors import imported
 
 __all__ = ["COLOURS", "pyplot"]
 
@@ -15,13 +15,4 @@ people can tell apart who do not see red and green apart."""
 
 def pyplot() -> Any:
     """`matplotlib.pyplot`, or an error that names the extra."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            message(
-                "pyro_cvi.plots", "matplotlib is not installed", "the extra 'plots'",
-                "python3 -m pip install 'pyro_cvi[plots]'",
-            )
-        ) from error  # fmt: skip
-    return plt
+    return imported("matplotlib.pyplot", "plots", "pyro_cvi.plots")
