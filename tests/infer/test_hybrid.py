@@ -39,6 +39,19 @@ class Encoder(nn.Module):
         return loc, log_scale.exp()
 
 
+def beside(the_model, site, other):
+    """CVI for all sites but one, which the other guide has."""
+    guide = HybridGuide(the_model)
+    guide.append(AutoCVI(poutine.block(the_model, hide=[site])))
+    guide.append(other)
+    return guide
+
+
+def held_still(the_model, guide, optim):
+    """Steps of size 1e-9: the posterior of CVI stays where it is."""
+    return CVI(the_model, guide, optim=optim, delay=1e9, forget=1.0, memory=math.inf)
+
+
 def amortised(the_model=model, encoder=None):
     encoder = encoder or Encoder()
 
@@ -48,10 +61,7 @@ def amortised(the_model=model, encoder=None):
         with pyro.plate("data", full or len(x), subsample_size=len(x)):
             pyro.sample("z", dist.Normal(loc, scale))
 
-    guide = HybridGuide(the_model)
-    guide.append(AutoCVI(poutine.block(the_model, hide=["z"])))
-    guide.append(encode)
-    return guide, encoder
+    return beside(the_model, "z", encode), encoder
 
 
 def data():
@@ -104,14 +114,7 @@ def test_gradients_of_an_encoder_are_those_of_the_bound():
     """At a fixed q(mu): E log N(z; mu, 1) + E log N(x; z, 1) + H in closed form."""
     x = data()
     guide, encoder = amortised()
-    cvi = CVI(
-        model,
-        guide,
-        optim=pyro.optim.PyroOptim(Note, {"lr": 0.0}),
-        delay=1e9,
-        forget=1.0,
-        memory=math.inf,
-    )
+    cvi = held_still(model, guide, pyro.optim.PyroOptim(Note, {"lr": 0.0}))
     cvi.step(x)  # with steps of size 1e-9, q(mu) stays where it is
     q = guide[0].posterior("mu")
     found = gradients(cvi, (x,), 600)
@@ -138,17 +141,8 @@ def test_a_discrete_site_of_another_guide_has_the_score_function():
         logit = pyro.param("logit", torch.tensor(0.4))
         pyro.sample("b", dist.Bernoulli(logits=logit))
 
-    guide = HybridGuide(model)
-    guide.append(AutoCVI(poutine.block(model, hide=["b"])))
-    guide.append(other)
-    cvi = CVI(
-        model,
-        guide,
-        optim=pyro.optim.PyroOptim(Note, {"lr": 0.0}),
-        delay=1e9,
-        forget=1.0,
-        memory=math.inf,
-    )
+    guide = beside(model, "b", other)
+    cvi = held_still(model, guide, pyro.optim.PyroOptim(Note, {"lr": 0.0}))
     cvi.step(x)
     q = guide[0].posterior("mu")
     found = gradients(cvi, (x,), 1500)
@@ -207,10 +201,7 @@ def mixture_guide():
         with pyro.plate("data", full or len(x), subsample_size=len(x)):
             pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
 
-    guide = HybridGuide(mixture)
-    guide.append(AutoCVI(poutine.block(mixture, hide=["z"])))
-    guide.append(encode)
-    return guide, encoder
+    return beside(mixture, "z", encode), encoder
 
 
 @pytest.mark.parametrize("size", [None, 50])
@@ -293,9 +284,7 @@ def test_annealing_by_scales_in_model_and_guide():
             with pyro.plate("data", len(x)), poutine.scale(scale=weight):
                 pyro.sample("z", dist.Normal(loc, scale))
 
-        guide = HybridGuide(model)
-        guide.append(AutoCVI(poutine.block(model, hide=["z"])))
-        guide.append(encode)
+        guide = beside(model, "z", encode)
         cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.05}))
         x = data()
         for _ in range(400):
@@ -318,9 +307,7 @@ def test_a_hybrid_guide_is_saved_and_loaded():
     file.seek(0)
     other.load_state_dict(torch.load(file))
     q = guide[0].posterior("mu")
-    second = CVI(
-        model, other, optim=pyro.optim.Adam({"lr": 0.0}), delay=1e9, forget=1.0, memory=math.inf
-    )
+    second = held_still(model, other, pyro.optim.Adam({"lr": 0.0}))
     second.step(x)
     torch.testing.assert_close(other[0].posterior("mu").mean, q.mean)
 
