@@ -81,8 +81,9 @@ class HybridGuide(AutoGuideList):
             around = _plates_of(handler.trace)
             _open_plates(self, own, plates.seen, args, kwargs)
             if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
-                given = _Given(self.model, {n: x.detach() for n, x in result.items()})
-                own = _settled(self, own, given, around, args, kwargs, plates.seen)
+                known = {n: x.detach() for n, x in result.items()}
+                given = poutine.condition(self.model, data=known)
+                own = _settled(own, given, around, args, kwargs, plates.seen)
             result.update(own(*args, **kwargs))
         return result
 
@@ -93,7 +94,6 @@ class _OnePlate(Messenger):
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, Tensor] = {}
-        self._again: set[int] = set()
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg) or msg["name"] not in self.seen:
@@ -162,15 +162,8 @@ class Draw:
 
     def given(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """The model with these sites at these values."""
-        return _Given(model, dict(self.values))
-
-
-class _Given:
-    def __init__(self, model: Callable[..., Any], values: dict[str, Tensor]) -> None:
-        self._model, self._values = model, values
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return poutine.condition(self._model, data=self._values)(*args, **kwargs)
+        given: Callable[..., Any] = poutine.condition(model, data=dict(self.values))
+        return given
 
 
 class Others:
@@ -229,7 +222,7 @@ def _plates_of(trace: Any) -> frozenset[str]:
 
 @torch.enable_grad()
 def _settled(
-    guide: AutoGuideList, own: AutoCVI, given: Callable[..., Any], around: frozenset[str],
+    own: AutoCVI, given: Callable[..., Any], around: frozenset[str],
     args: tuple[Any, ...], kwargs: dict[str, Any], indices: Window,
 ) -> AutoCVI:  # fmt: skip
     """CVI's part with the sites in these plates at their optimum given a draw of the others.

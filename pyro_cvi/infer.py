@@ -223,11 +223,7 @@ class CVI:
         chosen = sweeper.chosen(self._own.prepared)
         if self._resumes:
             self._resume(args, kwargs, chosen)
-        model, draw = self._given(args, kwargs, chosen)
-        prepared = self._own.prepare(
-            model, args, kwargs, self._elements(chosen, draw), unchanged=unchanged,
-            beside=None if draw is None else draw.parameters, spread=self.shards.plates,
-        )  # fmt: skip
+        model, draw, prepared = self._prepared(args, kwargs, chosen, unchanged=unchanged)
         self._check_params(prepared)
         if self.shards.plates:
             self._check_shards(prepared, draw)
@@ -281,11 +277,7 @@ class CVI:
         evaluator, random = self._evaluator, torch.get_rng_state()
         try:
             with torch.enable_grad(), self._own.undone_on_error(always=True):
-                model, draw = self._given(args, kwargs, {})
-                prepared = self._own.prepare(
-                    model, args, kwargs, self._elements({}, draw), fitting=False,
-                    beside=None if draw is None else draw.parameters, spread=self.shards.plates,
-                )  # fmt: skip
+                model, draw, prepared = self._prepared(args, kwargs, {}, fitting=False)
                 found = self._evaluator_for(prepared)
                 if prepared.has_local:
                     noisy = prepared.plan.noisy()
@@ -452,11 +444,7 @@ class CVI:
         if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 2:
             raise CVIError(f"num_groups is {num_groups!r}; expected an integer of at least 2")
         with torch.enable_grad(), self._own.undone_on_error(always=True):
-            model, draw = self._given(args, kwargs, {})
-            prepared = self._own.prepare(
-                model, args, kwargs, self._elements({}, draw), fitting=False,
-                beside=None if draw is None else draw.parameters, spread=self.shards.plates,
-            )  # fmt: skip
+            model, _, prepared = self._prepared(args, kwargs, {}, fitting=False)
             sampler = self._sampler(prepared, args, kwargs, model)
             evaluator = Evaluator(prepared.plan, self._own.beliefs())
             seed = self._sweeper.seed
@@ -705,9 +693,19 @@ class CVI:
             )
         return self._own
 
-    def _elements(self, chosen: Window, draw: Draw | None) -> Window:
-        """The elements that plates see: those of the other guides where they have opened them."""
-        return chosen if draw is None else {**chosen, **draw.indices}
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window, **options: bool
+    ) -> tuple[Callable[..., Any], Draw | None, Prepared]:
+        """The model given a draw of the other guides, the draw, and the analysis of that model.
+
+        Plates see the elements of the other guides where these have opened them.
+        """
+        model, draw = self._given(args, kwargs, chosen)
+        prepared = self._own.prepare(
+            model, args, kwargs, chosen if draw is None else {**chosen, **draw.indices},
+            beside=None if draw is None else draw.parameters, spread=self.shards.plates, **options,
+        )  # fmt: skip
+        return model, draw, prepared
 
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any],

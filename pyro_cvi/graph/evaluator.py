@@ -81,7 +81,7 @@ class Evaluator:
         self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
         self._moments: tuple[Moments, Leaves] | None = None
-        self._plain: Moments | None = None
+        self._plain: tuple[Moments, Leaves] | None = None
         self._statistics: dict[str, tuple[tuple[int, ...], Summed]] = {}
         self._blocks = {f.name: tuple(sorted(f.blocks)) for f in plan.factors}
         self._factors = {
@@ -152,21 +152,22 @@ class Evaluator:
             self._statistics[f.name] = known
         return known[1]
 
-    def _discrete_message(
-        self, block: Block, inside: str | None, spread: frozenset[str] | None, only: bool
-    ) -> list[Tensor | None]:
-        """The expected log density of every state, from tables of E_q[log p]."""
+    def _without_graph(self) -> tuple[Moments, Leaves]:
+        """Moments and probabilities at the present leaves, without their graph."""
         if self._plain is None:
             leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
-            self._plain = moments_of(self.plan, leaves, self.beliefs)[0]
+            self._plain = moments_of(self.plan, leaves, self.beliefs)
+        return self._plain
+
+    def _discrete_message(
+        self, block: Block, factors: Sequence[CompiledFactor]
+    ) -> list[Tensor | None]:
+        """The expected log density of every state, from tables of E_q[log p]."""
+        moments = self._without_graph()[0]
         result: list[Tensor | None] = [None] * len(self.leaves[block.name])
-        for f in self._factors[block.name]:
-            if inside is not None and inside not in f.plates:
-                continue
-            if spread is not None and (f.name in spread) is not only:
-                continue
+        for f in factors:
             with torch.no_grad():
-                table = f.expectation(self._plain)
+                table = f.expectation(moments)
             for w in f.weightings:
                 if w.block == block.name:
                     others = [v for v in f.weightings if v is not w]
@@ -226,31 +227,25 @@ class Evaluator:
         With `inside` only the factors in that plate count. Messages of other processes are added where
         the block is theirs too.
         """
-        spread = frozenset(f.name for f in self._factors[block.name] if self.shards.hold(f.plates))
+        near = self._factors[block.name]
+        factors = [f for f in near if inside is None or inside in f.plates]
+        spread = [f for f in factors if self.shards.hold(f.plates)]
         if not spread or self.is_own(block):
-            return self._message(block, inside, None)
-        rest, mine = (
-            self._message(block, inside, spread),
-            self._message(block, inside, spread, True),
-        )
+            return self._message(block, factors)
+        mine = self._message(block, spread)
+        rest = self._message(block, [f for f in factors if f not in spread])
         leaves = self.leaves[block.name]
         sums = self.shards.sums([or_zeros(g, x) for g, x in zip(mine, leaves, strict=True)])
         return [sum_gradients(a, b) for a, b in zip(rest, sums, strict=True)]
 
-    def _message(
-        self, block: Block, inside: str | None, spread: frozenset[str] | None, only: bool = False
-    ) -> list[Tensor | None]:
-        """The message of this process alone: of all factors, of `spread` only, or of all but those."""
+    def _message(self, block: Block, factors: Sequence[CompiledFactor]) -> list[Tensor | None]:
+        """What some of the block's factors say in this process."""
         weight = self.weight_of(block)
         if block.is_discrete and not self.plan.learns:
-            table = self._discrete_message(block, inside, spread, only)
+            table = self._discrete_message(block, factors)
             return [g if g is None or weight == 1 else g / weight for g in table]
         total: Tensor | None = None
-        for f in self._factors[block.name]:
-            if inside is not None and inside not in f.plates:
-                continue
-            if spread is not None and (f.name in spread) is not only:
-                continue
+        for f in factors:
             value = self.factor(f)
             if value.requires_grad:
                 total = value if total is None else total + value
@@ -308,9 +303,8 @@ class Evaluator:
         E is the sum of the block's factors, `before` its value at the belief `old` and `message` its
         gradient there, as `message` returns it.
         """
-        with torch.no_grad():
-            values = self._values(self._factors[block.name])
-            now = self._stacked(block, before.new_zeros(()), values).sum()
+        values = self._values(self._factors[block.name])
+        now = self._stacked(block, before.new_zeros(()), values).sum()
         change = self._linear(block, message, old.leaves(), self.leaves[block.name])
         return float(now - before) - self.weight_of(block) * change
 
@@ -352,11 +346,6 @@ class Evaluator:
                     total = moved.entropy() + total
         return total
 
-    def expectations(self) -> Tensor:
-        """sum over the factors that are not sampled of E_q[log p], with its graph."""
-        values = [self.factor(f) for f in self.plan.factors if not f.sampled]
-        return torch.stack([v.reshape(()) for v in values]).sum() if values else torch.zeros(())
-
     def entropy(self) -> Tensor:
         total = torch.zeros(())
         for b in self.plan.blocks:
@@ -380,12 +369,11 @@ class Evaluator:
         if not self.plan.stochastic or self.plan.learns:
             return [self.factor(f).detach() for f in factors]
         with torch.no_grad():
-            leaves = {n: tuple(x.detach() for x in ls) for n, ls in self.leaves.items()}
-            moments, probabilities = moments_of(self.plan, leaves, self.beliefs)
+            moments, probabilities = self._without_graph()
             return [f(moments, probabilities) for f in factors]
 
     def split_expectations(self) -> tuple[Tensor, Tensor]:
-        """`expectations` of the factors that are spread over processes, and of the others."""
+        """Sums of E_q[log p] with their graphs: of factors that are spread, and of the others."""
         parts = [torch.zeros(()), torch.zeros(())]
         for f in self.plan.factors:
             if not f.sampled:
