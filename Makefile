@@ -22,7 +22,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python tutorials/demo_a1a.py
 
 test: lint
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check

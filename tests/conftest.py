@@ -9,13 +9,19 @@ import pyro
 import pytest
 import torch
 
+from pyro_cvi.algebra import latent
+from pyro_cvi.densities import registry as densities
+from pyro_cvi.families import registry as families
+
 ROOT = Path(__file__).resolve().parent.parent
+REGISTRIES = (latent._RULES, densities._RULES, families._FAMILIES)
 
 
 @pytest.fixture(autouse=True)
 def clean_state(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nothing that a test sets in torch or Pyro reaches the next one."""
+    """Nothing that a test sets in torch or Pyro, or registers, reaches the next one."""
     default_dtype = torch.get_default_dtype()
+    registered = [dict(r) for r in REGISTRIES]
     torch.set_default_dtype(torch.float64)
     pyro.clear_param_store()
     # The seed follows the test's name, so that it is the same in every selection and order.
@@ -24,6 +30,9 @@ def clean_state(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     pyro.clear_param_store()
     torch.set_default_dtype(default_dtype)
+    for registry, before in zip(REGISTRIES, registered, strict=True):
+        registry.clear()
+        registry.update(before)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
