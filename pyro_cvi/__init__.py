@@ -13,5 +13,6 @@ from pyro_cvi.infer import CVI as CVI
 from pyro_cvi.infer import RunResult as RunResult
 from pyro_cvi.integrate import IntegratedPosterior as IntegratedPosterior
 from pyro_cvi.integrate import integrate as integrate
+from pyro_cvi.recognition import Recognition as Recognition
 
 __version__ = "0.1.0"

@@ -731,7 +731,7 @@ class AutoCVI(AutoGuide):
             flat = z[..., layout.element[site], layout.position[site]]
             shape = broadcast_shapes(latent.shape, (*lead, *([1] * latent.event_dim)))
             value = flat.reshape(shape).to(latent.value.dtype)
-            result[site] = drawn.in_plates(site, _given(latent, value))
+            result[site] = drawn.in_plates(site, site_given(latent, value))
         return result
 
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -756,15 +756,20 @@ class _Drawn:
 
     def in_plates(self, site: str, fn: Any) -> Tensor:
         """One sample statement inside the site's plates."""
-        with ExitStack() as stack:
-            for name, *_ in self.latents[site].plates:
-                if name in self.plates:  # without plates, all elements at once
-                    stack.enter_context(self.plates[name])
-            value: Tensor = pyro.sample(site, fn)
-        return value
+        return in_plates(self.latents[site], self.plates, fn)
 
 
-def _given(latent: Latent, u: Tensor) -> Any:
+def in_plates(latent: Latent, plates: Mapping[str, Any], fn: Any) -> Tensor:
+    """One sample statement of a site, inside those of its plates that are given."""
+    with ExitStack() as stack:
+        for name, *_ in latent.plates:
+            if name in plates:  # without plates, all elements at once
+                stack.enter_context(plates[name])
+        value: Tensor = pyro.sample(latent.name, fn)
+    return value
+
+
+def site_given(latent: Latent, u: Tensor) -> Any:
     """The law of a Gaussian site given its block's draw: a point; its density is the Jacobian's."""
     t = latent.transform
     if t is None:

@@ -28,6 +28,7 @@ from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.prediction import carried
+from pyro_cvi.recognition import OnePlate, Recognition
 from pyro_cvi.sweep import Sweeper
 
 __all__ = ["Draw", "HybridGuide", "Others", "split"]
@@ -74,7 +75,7 @@ class HybridGuide(AutoGuideList):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all parts: those of others first, and CVI's in the same plates."""
         own, _ = split(self)
-        with _OnePlate() as plates:
+        with OnePlate() as plates:
             with poutine.trace() as handler:
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
@@ -86,33 +87,6 @@ class HybridGuide(AutoGuideList):
                 own = _settled(own, given, around, args, kwargs, plates.seen)
             result.update(own(*args, **kwargs))
         return result
-
-
-class _OnePlate(Messenger):
-    """A plate that is opened twice is the same plate: one set of indices, and one site outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, Tensor] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not site_is_subsample(msg) or msg["name"] not in self.seen:
-            return
-        known, given = self.seen[msg["name"]], msg["value"]
-        if given is not None and not torch.equal(torch.as_tensor(given).cpu(), known.cpu()):
-            raise CVIError(
-                message(
-                    f"plate '{msg['name']}'",
-                    "two parts of the guide open it with different indices",
-                    "the same elements in all parts",
-                    "pass the same `subsample=` to both, or the same size",
-                )
-            )
-        msg["value"], msg["done"], msg["stop"] = known, True, True
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg):
-            self.seen.setdefault(msg["name"], msg["value"])
 
 
 def split(guide: Any) -> tuple[AutoCVI, AutoGuideList | None]:
@@ -148,7 +122,8 @@ class Draw:
 
     `entropy` is the part of `log_q` = log q(r) whose gradient counts, `score` the log density of sites
     through whose draws none comes. `parameters` are unconstrained leaves; `plates` those around the
-    sites, and `shared` says that some site is in none.
+    sites, and `shared` says that some site is in none. `along` are mean parameters of CVI's blocks that
+    the values are functions of, one mapping for each `Recognition`.
     """
 
     values: Mapping[str, Tensor]
@@ -159,6 +134,7 @@ class Draw:
     indices: Window
     plates: frozenset[str]
     shared: bool
+    along: tuple[Mapping[str, tuple[Tensor, ...]], ...]
 
     def given(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """The model with these sites at these values."""
@@ -174,7 +150,7 @@ class Others:
 
     def draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> Draw:
         """Sample them, with the elements `chosen` for plates that would draw theirs."""
-        with poutine.block(), _Chosen(chosen), _OnePlate() as plates:
+        with poutine.block(), _Chosen(chosen), OnePlate() as plates:
             run = poutine.trace(_run_others)
             trace = run.get_trace(self._guide, self._own, args, kwargs)
         trace.compute_score_parts()
@@ -198,8 +174,14 @@ class Others:
         }
         leaves = {n: p for n, p in leaves.items() if p.requires_grad}
         return Draw(
-            values, log_q, entropy, score, leaves, dict(plates.seen), _plates_of(trace), shared
-        )
+            values, log_q, entropy, score, leaves, dict(plates.seen), _plates_of(trace), shared,
+            self._along(),
+        )  # fmt: skip
+
+    def _along(self) -> tuple[Mapping[str, tuple[Tensor, ...]], ...]:
+        """The mean parameters of CVI's blocks that the last draw is a function of."""
+        parts = [p._guide for p in self._guide if isinstance(p, AutoCallable)]
+        return tuple(p.shared for p in parts if isinstance(p, Recognition) and p.shared)
 
 
 def _values(trace: Any) -> dict[str, Tensor]:

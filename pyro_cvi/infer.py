@@ -231,6 +231,9 @@ class CVI:
             sweeper.is_stream = bool(self.shards.plates) or is_stream(prepared, model, args, kwargs)
         sweeper.beside = frozenset() if draw is None else draw.plates
         sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
+        sweeper.along = None
+        if draw is not None and draw.along:
+            sweeper.along = partial(self._along, draw)
         before, control = self._own.beliefs(), dict(sweeper.control)
         try:
             evaluator = self._evaluator_for(prepared)
@@ -767,6 +770,26 @@ class CVI:
         )
 
     # --- parameters --------------------------------------------------------------------------------
+
+    def _along(self, draw: Draw, evaluator: Evaluator) -> dict[str, list[Tensor | None]]:
+        """What the bound gains by the draw's dependence on CVI's own blocks: see `Recognition`.
+
+        For each block a gradient in its mean parameters, as its messages are.
+        """
+        spread, rest = evaluator.split_expectations()
+        bound = spread + rest - draw.entropy
+        found: dict[str, list[Tensor | None]] = {}
+        for leaves in draw.along:
+            flat = [x for own in leaves.values() for x in own]
+            grads = list(torch.autograd.grad(bound, flat, retain_graph=True, allow_unused=True))
+            if self.shards.plates:
+                pairs = zip(grads, flat, strict=True)
+                grads = list(self.shards.sums([or_zeros(g, x) for g, x in pairs]))
+            for name, own in leaves.items():
+                new, grads = grads[: len(own)], grads[len(own) :]
+                old = found.get(name, [None] * len(own))
+                found[name] = [sum_gradients(a, b) for a, b in zip(old, new, strict=True)]
+        return found
 
     def _expected(self, elbo: float) -> float:
         """The ELBO of steps before, as a baseline of the score function."""

@@ -451,18 +451,30 @@ def carried(guide: AutoCVI, block: Block) -> Belief:
                 )
             )
         return guide.belief(fitted)
+    loc, cov = carried_moments(guide, block, lambda fitted: _moments(guide.belief(fitted)))
+    return GaussianBelief(loc, torch.linalg.inv(cov))
+
+
+def carried_moments(
+    guide: AutoCVI, block: Block, moments: Callable[[Block], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Means and covariances of a Gaussian block's sites, laid out as this block.
+
+    `moments` gives those of a block of the guide, (elements, width) and (elements, width, width).
+    """
     layout = block.layout
+    assert layout is not None
     loc, cov = _zeros_like_fitted(guide, block)
     for site in block.sites:
         fitted = guide.block_of(site)
         assert fitted.layout is not None
         element, position = fitted.layout.element[site], fitted.layout.position[site]
-        means = _moments(guide.belief(fitted))[0]
+        means = moments(fitted)[0]
         loc[layout.element[site], layout.position[site]] = means[element, position]
     for name in dict.fromkeys(guide.block_of(s).name for s in block.sites):
         sites = [s for s in block.sites if guide.block_of(s).name == name]
-        _add_covariance(guide, block, sites, cov)
-    return GaussianBelief(loc, torch.linalg.inv(cov))
+        cov = cov + _covariance(guide, block, sites, moments)
+    return loc, cov
 
 
 def _zeros_like_fitted(guide: AutoCVI, block: Block) -> tuple[Tensor, Tensor]:
@@ -481,17 +493,20 @@ def _moments(belief: Belief) -> tuple[Tensor, Tensor]:
     return belief.loc, belief.cov
 
 
-def _add_covariance(guide: AutoCVI, block: Block, sites: Sequence[str], cov: Tensor) -> None:
+def _covariance(
+    guide: AutoCVI, block: Block, sites: Sequence[str],
+    moments: Callable[[Block], tuple[Tensor, Tensor]],
+) -> Tensor:  # fmt: skip
     """Covariances within one fitted block, for pairs of scalars of one new element."""
     fitted = guide.block_of(sites[0])
     new, old = block.layout, fitted.layout
     assert new is not None and old is not None
-    known = _moments(guide.belief(fitted))[1]
-    e_old = torch.full((new.count, new.width), -1, device=cov.device)
+    known = moments(fitted)[1]
+    e_old = torch.full((new.count, new.width), -1, device=known.device)
     p_old = torch.zeros_like(e_old)
     for s in sites:
         e_old[new.element[s], new.position[s]] = old.element[s]
         p_old[new.element[s], new.position[s]] = old.position[s]
     same = (e_old[:, :, None] == e_old[:, None, :]) & (e_old[:, :, None] >= 0)
     values = known[e_old[:, :, None].clamp(min=0), p_old[:, :, None], p_old[:, None, :]]
-    cov += torch.where(same, values, torch.zeros_like(values))
+    return torch.where(same, values, torch.zeros_like(values))

@@ -105,6 +105,8 @@ class Sweeper:
         self.is_stream = False
         self.drifts = False
         self.beside: frozenset[str] = frozenset()
+        self.along: Callable[[Evaluator], dict[str, Gradient]] | None = None
+        self._further: dict[str, Gradient] = {}
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = 0.0
@@ -136,6 +138,8 @@ class Sweeper:
             "_mapped": None,
             "_targets": {},
             "_anderson": Anderson(),
+            "along": None,
+            "_further": {},
         }
         return {**self.__dict__, **passing}
 
@@ -292,6 +296,7 @@ class Sweeper:
             for block in outer:
                 self._global(evaluator, block, memory, prepared, 1.0)
         self.settle(evaluator, noisy)
+        self._further = {} if self.along is None else self.along(evaluator)
         inside = evaluator
         if counts is not None:
             inside = evaluator.with_weights(name, part.dim, counts)
@@ -309,7 +314,7 @@ class Sweeper:
         self, prepared: Prepared, outer: list[Block], fitted: bool
     ) -> SiteMessages | None:
         parts = [p for p in prepared.parts.values() if p.scale != 1]
-        if self.minibatch != "stored" or self.is_stream or len(parts) != 1:
+        if self.minibatch != "stored" or self.is_stream or len(parts) != 1 or self.along:
             return None
         (part,) = parts
         if self._memory is None:
@@ -364,10 +369,13 @@ class Sweeper:
         minibatch's serves, and curvatures of the wrong sign are turned.
         """
         gradient = message if remembered is None else remembered
+        name = block.name
+        if name in self._further:
+            further = self._further[name]
+            gradient = [sum_gradients(a, b) for a, b in zip(gradient, further, strict=True)]
         if exact:
             self._take(evaluator, block, gradient, rate)
             return
-        name = block.name
         old, before = evaluator.beliefs[name], evaluator.expected(block)
         slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
         rho, enlarged = min(rate, self._rho.get(name, 1.0)), False

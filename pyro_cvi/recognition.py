@@ -1,0 +1,491 @@
+"""Structured recognition: a network speaks in conjugate potentials, exact messages do the rest.
+
+    q(z, c)  =  argmax  E_q [ E_q(theta) log p(z, c | theta) + log psi(z; x) ] + H[q]
+
+The posterior of the local sites z that an encoder serves is that of the model in which the encoder's
+potential psi stands for the likelihood: it follows what is learnt of theta (a mixture, a dynamical
+system) at once, and the encoder need only say what a row says by itself. The optimum is found by exact
+messages; its derivative is that of the fixed point, and not of the last round alone:
+
+    q* = T(q*, phi)   gives   d q* / d phi  =  (1 - dT/dq)^-1 dT/dphi,
+
+in theta as in the encoder's parameters phi, so that gradients are those of the bound.
+
+Sources: M. J. Johnson et al. (2016), Composing graphical models with neural networks, arXiv 1603.06277;
+H. Bendekgey et al. (2023), arXiv 2306.08230, for the derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_cvi.errors import CVIError, message
+from pyro_cvi.graph.evaluator import Evaluator, Leaves, moments_of
+from pyro_cvi.graph.initial import initial_belief
+from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.prepared import Prepared, prepare
+from pyro_cvi.guide import AutoCVI, in_plates, site_given
+from pyro_cvi.laws import marginal
+from pyro_cvi.prediction import carried, carried_moments
+from pyro_cvi.sweep import Sweeper
+from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+
+__all__ = ["OnePlate", "Recognition"]
+
+_ROUNDS, _SETTLED = 50, 1e-7
+"""Rounds over several local blocks, and nats per scalar below which they have settled."""
+_TERMS, _NEGLIGIBLE = 50, 1e-7
+"""Terms of the series for (1 - dT/dq)^-1, and the relative size below which they are left out."""
+_SIZES = 16
+"""Sizes of minibatches whose analyses are remembered."""
+
+Potentials = Mapping[str, Any]
+Recognise = Callable[..., Potentials]
+
+
+class OnePlate(Messenger):
+    """A plate that is opened twice is the same plate: one set of indices, and one site outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not site_is_subsample(msg) or msg["name"] not in self.seen:
+            return
+        known, given = self.seen[msg["name"]], msg["value"]
+        if given is not None and not torch.equal(torch.as_tensor(given).cpu(), known.cpu()):
+            raise CVIError(
+                message(
+                    f"plate '{msg['name']}'",
+                    "two parts of the guide open it with different indices",
+                    "the same elements in all parts",
+                    "pass the same `subsample=` to both, or the same size",
+                )
+            )
+        msg["value"], msg["done"], msg["stop"] = known, True, True
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            self.seen.setdefault(msg["name"], msg["value"])
+
+
+class Recognition:
+    """A part of a `HybridGuide`: q(z) from an encoder's potentials and the messages of the model.
+
+    Arguments:
+        model: the whole model.
+        recognise: a function of the model's arguments that gives {site: potential}, the potential a
+            distribution over the site's values with the site's shapes, whose density at z stands for the
+            likelihood of z: `{"z": dist.Normal(*encoder(x)).to_event(1)}`. It must be conjugate to the
+            site's conditional prior. None for a site that is drawn along with the others and about
+            which a row says nothing by itself, as a time step that is missing. Networks in it are
+            registered by `pyro.module`.
+        own: the `AutoCVI` of the other sites, whose posterior enters the messages.
+        keep: observed sites that stay, with exact messages, beside the potentials (labels of some
+            rows); all other observed sites are what the potentials stand for.
+
+    The sites must be in a plate. Other latents of that plate (the cluster of a row) take part in finding
+    q(z), and then are CVI's given the draw of z.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist
+        >>> from pyro import poutine
+        >>> from pyro_cvi import CVI, AutoCVI, HybridGuide, Recognition
+        >>> encoder, decoder = torch.nn.Linear(4, 4), torch.nn.Linear(2, 4)
+        >>> def model(x):
+        ...     pyro.module("decoder", decoder)
+        ...     w = pyro.sample("w", dist.Dirichlet(torch.ones(3)))
+        ...     with pyro.plate("clusters", 3):
+        ...         mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        ...     with pyro.plate("rows", 100, subsample_size=len(x)):
+        ...         c = pyro.sample("c", dist.Categorical(w))
+        ...         z = pyro.sample("z", dist.Normal(mu[c], 0.5).to_event(1))
+        ...         pyro.sample("x", dist.Normal(decoder(z), 0.1).to_event(1), obs=x)
+        >>> def recognise(x):
+        ...     pyro.module("encoder", encoder)
+        ...     loc, log_scale = encoder(x).chunk(2, -1)
+        ...     return {"z": dist.Normal(loc, log_scale.exp()).to_event(1)}
+        >>> own = AutoCVI(poutine.block(model, hide=["z"]))
+        >>> guide = HybridGuide(model)
+        >>> guide.append(own)
+        >>> guide.append(Recognition(model, recognise, own))
+        >>> cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01}))
+        >>> loss = cvi.step(torch.randn(10, 4))
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        recognise: Recognise,
+        own: AutoCVI,
+        keep: Sequence[str] = (),
+    ) -> None:
+        if not isinstance(own, AutoCVI):
+            raise CVIError(
+                message(
+                    "Recognition", f"own is a {type(own).__name__}", "the AutoCVI of the other sites",
+                    'own = AutoCVI(poutine.block(model, hide=[...])), a part of the same HybridGuide',
+                )
+            )  # fmt: skip
+        self.model, self.recognise, self.own, self.keep = model, recognise, own, frozenset(keep)
+        self.shared: Leaves = {}
+        """The mean parameters of the blocks of `own` that the last draw is a function of."""
+        self._known: dict[tuple[int, ...], Prepared] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is computed at each call."""
+        return {**self.__dict__, "shared": {}, "_known": {}}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw the sites, in their plates."""
+        potentials = dict(self.recognise(*args, **kwargs))
+        with OnePlate():
+            local = self._plates(potentials, args, kwargs)
+            with poutine.block(), torch.enable_grad():
+                found = self._found(potentials, local, args, kwargs)
+            return _drawn(found, frozenset(potentials), local)
+
+    def _plates(
+        self, potentials: Potentials, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, _Plate]:
+        """The plates around the sites, with the elements that they hold now."""
+        with poutine.block(hide_fn=lambda m: not site_is_subsample(m)), torch.no_grad():
+            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+        found: dict[str, _Plate] = {}
+        for name in potentials:
+            site = trace.nodes.get(name)
+            if site is None or site["type"] != "sample" or site["is_observed"]:
+                latents = [n for n, s in trace.nodes.items() if _is_latent(s)]
+                raise CVIError(
+                    message(
+                        f"potential of '{name}'", "the model has no such latent site",
+                        f"one of {latents}", "name the sites that the encoder serves",
+                    )
+                )  # fmt: skip
+            _check_shapes(name, site, potentials[name])
+            frames = [f for f in site["cond_indep_stack"] if f.vectorized]
+            if not frames:
+                raise CVIError(
+                    message(
+                        f"latent site '{name}'",
+                        "it is in no plate, and has one posterior with the sites of AutoCVI",
+                        "sites of single rows",
+                        "open a pyro.plate around the rows, of size one if there is one row",
+                    )
+                )
+            for f in frames:
+                full = f.size if f.full_size is None else f.full_size
+                found[f.name] = _Plate(f.name, f.dim, f.size, full, trace.nodes[f.name]["value"])
+        return found
+
+    def _found(
+        self, potentials: Potentials, local: Mapping[str, _Plate],
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> _Found:  # fmt: skip
+        """The local optimum, with its graph."""
+        surrogate = _Surrogate(self.model, potentials, self.keep)
+        chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items()}
+        chosen = {n: p.indices for n, p in local.items()}
+        sizes = tuple(p.size for p in local.values())
+        prepared = prepare(
+            surrogate, args, kwargs, self.own.max_dense_dim, self._known.get(sizes),
+            chosen=chosen, chunk=chunk, beside={},
+        )  # fmt: skip
+        if len(self._known) >= _SIZES:
+            self._known.clear()
+        self._known[sizes] = prepared
+        plan = prepared.plan
+        blocks = [b for b in plan.blocks if b.placement is not None]
+        _check_blocks(plan, blocks, frozenset(potentials))
+        beliefs = {b.name: initial_belief(plan, b) for b in plan.blocks}
+        shared = [b for b in plan.blocks if b.placement is None]
+        leaves = self._shared(shared, beliefs)
+        settled = _settled(plan, beliefs)
+        fixed = _Fixed(plan, blocks, settled, leaves)
+        return _Found(plan, blocks, fixed.beliefs())
+
+    def _shared(self, blocks: Sequence[Block], beliefs: dict[str, Belief]) -> Leaves:
+        """Put the posterior of `own` into `beliefs`; its mean parameters, laid out as these blocks."""
+        self.shared = {}
+        if self.own.prepared is None:  # the first draw of all: the prior serves
+            return {b.name: beliefs[b.name].leaves() for b in blocks}
+        found: Leaves = {}
+        for b in blocks:
+            beliefs[b.name] = carried(self.own, b)
+            for site in b.sites:
+                fitted = self.own.block_of(site)
+                if fitted.name not in self.shared:
+                    self.shared[fitted.name] = self.own.belief(fitted).leaves()
+            if b.layout is None:
+                found[b.name] = self.shared[self.own.block_of(b.sites[0]).name]
+            else:
+                found[b.name] = carried_moments(self.own, b, self._moments)
+        return found
+
+    def _moments(self, fitted: Block) -> tuple[Tensor, Tensor]:
+        loc, cov = self.shared[fitted.name]
+        return loc, cov
+
+
+@dataclass(frozen=True)
+class _Plate:
+    """A plate of the rows, and its elements."""
+
+    name: str
+    dim: int
+    size: int
+    full: int
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The local blocks and their beliefs, functions of the potentials and of the shared posterior."""
+
+    plan: Plan
+    blocks: list[Block]
+    beliefs: dict[str, Belief]
+
+
+class _Surrogate:
+    """The model with potentials in the place of its likelihood."""
+
+    def __init__(
+        self, model: Callable[..., Any], potentials: Potentials, keep: frozenset[str]
+    ) -> None:
+        self.model, self.potentials, self.keep = model, potentials, keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Potentials(self.potentials, self.keep):
+            return self.model(*args, **kwargs)
+
+
+class _Potentials(Messenger):
+    """Observed sites do not count, and each site with a potential is observed through it."""
+
+    def __init__(self, potentials: Potentials, keep: frozenset[str]) -> None:
+        super().__init__()
+        self.potentials, self.keep = potentials, keep
+        self._own = {_name(n) for n in potentials}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] and msg["name"] not in self.keep | self._own:
+            msg["infer"] = {**(msg["infer"] or {}), "_deterministic": True}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        potential = self.potentials.get(msg["name"])
+        if potential is not None:
+            pyro.sample(_name(msg["name"]), potential, obs=msg["value"])
+
+
+def _name(site: str) -> str:
+    return f"{site}_potential"
+
+
+def _is_latent(site: Any) -> bool:
+    return site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
+
+
+def _check_shapes(name: str, site: Any, potential: Any) -> None:
+    if potential is None:
+        return
+    if not isinstance(potential, torch.distributions.Distribution):
+        found = f"a {type(potential).__name__}"
+    elif potential.event_shape != site["fn"].event_shape:
+        found = f"a potential of event shape {tuple(potential.event_shape)}"
+    elif potential.batch_shape != site["fn"].batch_shape:
+        found = f"a potential of batch shape {tuple(potential.batch_shape)}"
+    else:
+        return
+    fn = site["fn"]
+    raise CVIError(
+        message(
+            f"latent site '{name}'", found,
+            f"a distribution of batch shape {tuple(fn.batch_shape)} and event shape "
+            f"{tuple(fn.event_shape)}",
+            "give the potential the shape of the site, by to_event or expand",
+        )
+    )  # fmt: skip
+
+
+def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) -> None:
+    """What has a fixed point of exact messages, and nothing drawn that is not the guide's."""
+    for b in blocks:
+        if not plan.is_exact(b) or b.name in plan.noisy():
+            raise CVIError(
+                message(
+                    f"latent site '{b.sites[0]}'",
+                    "its message from the potentials and the model's prior is not exact",
+                    "a potential that is conjugate to the prior: Normal or MultivariateNormal for a "
+                    "Gaussian site, Categorical for a discrete one, Gamma for a Gamma one",
+                    "see explain() of an AutoCVI of the model without its likelihood; an encoder of a "
+                    "site's own posterior serves any prior",
+                )
+            )
+        inside = sites & set(b.sites)
+        if inside and inside != set(b.sites):
+            missing = min(set(b.sites) - sites)
+            raise CVIError(
+                message(
+                    f"latent site '{missing}'",
+                    f"it has one posterior with '{min(inside)}', and no potential",
+                    "all sites of that posterior",
+                    f"add {{'{missing}': None}} to the potentials, if a row says nothing about it",
+                )
+            )
+
+
+def _settled(plan: Plan, beliefs: dict[str, Belief]) -> dict[str, Belief]:
+    """The local blocks at their optimum given the others."""
+    evaluator, sweeper = Evaluator(plan, beliefs), Sweeper("stochastic", 1.0, 0.7)
+    sweeper.settle(evaluator, rounds=_ROUNDS, settled=_SETTLED)
+    return evaluator.beliefs
+
+
+class _Fixed:
+    """One round T of exact messages at its fixed point, with the fixed point's derivative."""
+
+    def __init__(
+        self, plan: Plan, blocks: Sequence[Block], settled: Mapping[str, Belief], shared: Leaves
+    ) -> None:
+        self.plan, self.blocks = plan, blocks
+        self.before = [t.detach().requires_grad_() for b in blocks for t in settled[b.name].tensors]
+        self._counts = [len(settled[b.name].tensors) for b in blocks]
+        here = {**settled, **self._beliefs(self.before, settled)}
+        self._round(here, {**shared, **{b.name: _means(here[b.name]) for b in blocks}})
+        self.after = [t for b in blocks for t in here[b.name].tensors]
+        self._last = here
+
+    def _round(self, beliefs: dict[str, Belief], leaves: Leaves) -> None:
+        """Move every local block to its optimum in turn, keeping the graph."""
+        for b in self.blocks:
+            # A message is a partial derivative: other blocks may already be functions of this one.
+            own = tuple(x.clone() for x in leaves[b.name])
+            moments, probabilities = moments_of(self.plan, {**leaves, b.name: own}, beliefs)
+            factors = self.plan.factors_of(b.name)
+            total = torch.stack([f(moments, probabilities).reshape(()) for f in factors]).sum()
+            found = torch.autograd.grad(total / b.scale, own, create_graph=True, allow_unused=True)
+            beliefs[b.name] = beliefs[b.name].moved(found, 1.0)[0]
+            leaves[b.name] = _means(beliefs[b.name])
+
+    def _beliefs(self, tensors: Sequence[Tensor], like: Mapping[str, Belief]) -> dict[str, Belief]:
+        found: dict[str, Belief] = {}
+        at = 0
+        for b, n in zip(self.blocks, self._counts, strict=True):
+            own = tuple(tensors[at : at + n])
+            old = like[b.name]
+            if isinstance(old, FamilyBelief):
+                found[b.name] = FamilyBelief(old.family, own)
+            else:
+                found[b.name] = GaussianBelief(*own)
+            at += n
+        return found
+
+    def beliefs(self) -> dict[str, Belief]:
+        """The local beliefs; gradients go through the fixed point."""
+        joined = _ImplicitGradient.apply(self._solve, *self.after)
+        return self._beliefs(joined, self._last)
+
+    def _solve(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """(1 - dT/dq)^-T g, by its series."""
+        given = [_or_zeros(g, t) for g, t in zip(grads, self.after, strict=True)]
+        total = term = given
+        size = _norm(given)
+        live = [i for i, t in enumerate(self.after) if t.requires_grad]
+        if len(self.blocks) == 1:  # nothing that its own state enters
+            return tuple(total)
+        for _ in range(_TERMS):
+            with torch.enable_grad():
+                moved = torch.autograd.grad(
+                    [self.after[i] for i in live], self.before, [term[i] for i in live],
+                    retain_graph=True, allow_unused=True,
+                )  # fmt: skip
+            term = [_or_zeros(m, t) for m, t in zip(moved, self.before, strict=True)]
+            total = [a + b for a, b in zip(total, term, strict=True)]
+            if not _norm(term) > _NEGLIGIBLE * size:
+                break
+        return tuple(total)
+
+
+class _ImplicitGradient(torch.autograd.Function):
+    """The identity, with `solve` applied to the gradients that come back."""
+
+    @staticmethod
+    def forward(ctx: Any, solve: Any, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.solve = solve
+        return tuple(v.clone() for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.solve(grads)
+
+
+def _or_zeros(g: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if g is None else g
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0)
+
+
+def _means(belief: Belief) -> tuple[Tensor, ...]:
+    """The mean parameters as functions of what is stored."""
+    if isinstance(belief, GaussianBelief):
+        return belief.loc, belief.cov
+    assert isinstance(belief, FamilyBelief)
+    return belief.mean
+
+
+def _drawn(found: _Found, sites: frozenset[str], local: Mapping[str, _Plate]) -> dict[str, Tensor]:
+    """A draw of the sites, as sample statements in their plates."""
+    plates = {n: pyro.plate(n, p.full, subsample=p.indices, dim=p.dim) for n, p in local.items()}
+    result: dict[str, Tensor] = {}
+    for block in found.blocks:
+        if not sites & set(block.sites):
+            continue
+        latents = {s: found.plan.latents[s] for s in block.sites}
+        belief = found.beliefs[block.name]
+        if isinstance(belief, FamilyBelief):
+            (site,) = block.sites
+            law = marginal(latents[site], block, belief)
+            result[site] = in_plates(latents[site], plates, law)
+            continue
+        assert isinstance(belief, GaussianBelief) and block.layout is not None
+        z = _joint_draw(block, belief, plates)
+        for site, latent in latents.items():
+            flat = z[block.layout.element[site], block.layout.position[site]]
+            value = flat.reshape(latent.shape).to(latent.value.dtype)
+            result[site] = in_plates(latent, plates, site_given(latent, value))
+    return result
+
+
+def _joint_draw(block: Block, belief: GaussianBelief, plates: Mapping[str, Any]) -> Tensor:
+    """All scalars of the cells, (cells * count, width), from an auxiliary site in the block's plates."""
+    assert block.placement is not None
+    parts = block.placement.parts
+    shape = [1] * max(-p.dim for p in parts)
+    for p in parts:
+        shape[p.dim] = p.size
+    law = dist.MultivariateNormal(belief.loc, scale_tril=belief.scale_tril)
+    rows = torch.Size([*shape, law.batch_shape[0] // max(torch.Size(shape).numel(), 1)])
+    width = belief.loc.shape[-1]
+    law = dist.MultivariateNormal(
+        belief.loc.reshape(*rows, width), scale_tril=belief.scale_tril.reshape(*rows, width, width)
+    ).to_event(1)
+    with ExitStack() as stack:
+        for p in parts:
+            stack.enter_context(plates[p.name])
+        z = pyro.sample(f"_Recognition_{block.name}", law, infer={"is_auxiliary": True})
+    return z.reshape(-1, width)

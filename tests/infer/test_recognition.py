@@ -1,0 +1,303 @@
+"""Structured recognition: q(z) by potentials and messages, its derivative, and the fit.
+
+Oracles: Kalman smoothing and mixtures by dense joints and enumeration, finite differences of the
+fixed point, exact posteriors of linear Gaussian models.
+"""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive
+from torch import nn
+
+from pyro_cvi import CVI, AutoCVI, CVIError, HybridGuide, Recognition, recognition
+
+K, D, N = 3, 2, 12
+
+
+@pytest.fixture
+def exactly(monkeypatch):
+    """Fixed points to rounding, so that differences of them have digits."""
+    monkeypatch.setattr(recognition, "_SETTLED", 1e-16)
+    monkeypatch.setattr(recognition, "_ROUNDS", 100)
+    monkeypatch.setattr(recognition, "_NEGLIGIBLE", 1e-12)
+    monkeypatch.setattr(recognition, "_TERMS", 500)
+
+
+def mixture(x):
+    w = pyro.sample("w", dist.Dirichlet(torch.full((K,), 2.0)))
+    with pyro.plate("clusters", K):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(D), 2.0).to_event(1))
+        lam = pyro.sample("lam", dist.Wishart(torch.tensor(D + 3.0), 0.2 * torch.eye(D)))
+    with pyro.plate("rows", len(x)):
+        c = pyro.sample("c", dist.Categorical(w))
+        z = pyro.sample("z", dist.MultivariateNormal(mu[c], precision_matrix=lam[c]))
+        pyro.sample("x", dist.Normal(z, 0.5).to_event(1), obs=x)
+
+
+def guide_of(model, recognise, hide=("z",), keep=(), **options):
+    own = AutoCVI(poutine.block(model, hide=list(hide)), **options)
+    guide = HybridGuide(model)
+    guide.append(own)
+    guide.append(Recognition(model, recognise, own, keep))
+    return guide, own, guide[1]._guide
+
+
+def fitted_mixture():
+    """A mixture with a posterior away from its start, and a recognition with a parameter."""
+    x = torch.randn(N, D) + torch.tensor([[2.0, 0.0], [-2.0, 1.0], [0.0, -2.0]]).repeat(N // K, 1)
+    bias = torch.zeros(D, requires_grad=True)
+
+    def recognise(x):
+        b = pyro.param("bias", bias)
+        return {"z": dist.Normal(x + b, (0.1 * b).exp()).to_event(1)}
+
+    guide, own, part = guide_of(mixture, recognise)
+    cvi = CVI(mixture, guide, optim=pyro.optim.SGD({"lr": 0.0}), seed=0)
+    for _ in range(3):
+        cvi.step(x)
+    return x, guide, part, pyro.param("bias").unconstrained()
+
+
+def law_of(part, *args):
+    """The joint law of the sites that a part draws, all of a row in one vector."""
+    with poutine.trace() as handler:
+        part(*args)
+    (law,) = [s["fn"] for n, s in handler.trace.nodes.items() if n.startswith("_Recognition")]
+    return law.base_dist
+
+
+def drawn(part, x, weights):
+    """A function of the law of the draw, the same each time."""
+    law = law_of(part, x)
+    z = law.mean[:, 0] + law.scale_tril[:, 0].sum(-1)
+    return (weights * z).sum() + (weights * z).sin().sum()
+
+
+def test_the_draw_has_the_derivative_of_the_fixed_point_in_the_encoder(exactly):
+    x, _, part, bias = fitted_mixture()
+    a, step = torch.randn(N, D), 1e-2
+    (found,) = torch.autograd.grad(drawn(part, x, a), bias)
+    for i in range(D):
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                bias[i] += sign * step
+                ends.append(float(drawn(part, x, a).detach()))
+                bias[i] -= sign * step
+        assert float(found[i]) == pytest.approx(
+            (ends[0] - ends[1]) / (2 * step), rel=1e-3, abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("site", ["w", "mu", "lam"])
+def test_the_draw_has_the_derivative_of_the_fixed_point_in_the_shared_posterior(site, exactly):
+    """Natural parameters moved by e d: df = e <gradient in mean parameters, F d>."""
+    x, guide, part, _ = fitted_mixture()
+    own = guide[0]
+    a, step = torch.randn(N, D), 1e-2
+    value = drawn(part, x, a)
+    block = own.block_of(site)
+    leaves = part.shared[block.name]
+    gradient = torch.autograd.grad(value, leaves, allow_unused=True)
+    belief = own.belief(block)
+    tensors = [t.clone() for t in belief.tensors]
+    change = [0.1 * torch.randn_like(t) * t.abs().mean() for t in tensors]
+    change = [c + c.mT if c.ndim > 2 else c for c in change]
+    ends, means = [], []
+    for sign in (1, -1):
+        new = belief.like([t + sign * step * c for t, c in zip(tensors, change, strict=True)])
+        own.set_belief(block, new)
+        ends.append(float(drawn(part, x, a).detach()))
+        means.append(new.leaves())
+    slopes = [(p - m).detach() / (2 * step) for p, m in zip(*means, strict=True)]
+    expected = sum(
+        float((g * s).sum()) for g, s in zip(gradient, slopes, strict=True) if g is not None
+    )
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def chain(x, T, q=0.3, r=0.5, mask=None, hot=1.0):
+    """Sequences in a plate: z_t = a z_(t-1) + noise, a learnt by CVI, x_t = z_t + noise."""
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    with pyro.plate("sequences", 30, subsample_size=len(x)):
+        z = torch.zeros(len(x))
+        for t in range(T):
+            with poutine.scale(scale=hot):
+                z = pyro.sample(
+                    f"z_{t}", dist.Normal(a * z if t else torch.zeros(len(x)), q if t else 1.0)
+                )
+            keep = torch.ones(len(x), dtype=torch.bool) if mask is None else mask[:, t]
+            with poutine.mask(mask=keep):
+                pyro.sample(f"x_{t}", dist.Normal(z, r), obs=x[:, t])
+
+
+def likelihood(x, T, q=0.3, r=0.5, mask=None, hot=1.0):
+    """The potentials of chain that are its likelihood."""
+    return {f"z_{t}": dist.Normal(x[:, t], torch.full((len(x),), r)) for t in range(T)}
+
+
+def test_sequences_have_the_posterior_of_a_smoother():
+    """Given q(a) the precision of a sequence is tridiagonal with E a and E a^2; x enters by its own."""
+    T, x = 5, torch.randn(8, 5)
+    hide = [f"z_{t}" for t in range(T)]
+    guide, own, part = guide_of(chain, likelihood, hide)
+    cvi = CVI(chain, guide, seed=1)
+    cvi.step(x, T)
+    part(x, T)
+    a = own.posterior("a")
+    first, second = float(a.mean), float(a.variance + a.mean**2)
+    prior = torch.zeros(T, T)
+    prior[0, 0] = 1.0
+    for t in range(1, T):
+        prior[t, t] += 1 / 0.3**2
+        prior[t - 1, t - 1] += second / 0.3**2
+        prior[t, t - 1] = prior[t - 1, t] = -first / 0.3**2
+    cov = torch.linalg.inv(prior + torch.eye(T) / 0.5**2)
+    base = law_of(part, x, T)
+    torch.testing.assert_close(base.covariance_matrix[:, 0], cov.expand(8, T, T))
+    torch.testing.assert_close(base.mean[:, 0], x / 0.5**2 @ cov)
+
+
+def test_with_exact_potentials_the_fit_is_the_exact_posterior():
+    """z_n ~ N(mu, 1), x_n ~ N(z_n, 1): mu has precision 1 + N / 2, where q(z) is free of mu's noise."""
+
+    def model(x):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    x = torch.randn(40) + 1.5
+    guide, own, _ = guide_of(model, lambda x: {"z": dist.Normal(x, torch.ones(len(x)))})
+    cvi = CVI(model, guide, seed=2)
+    means = []
+    for i in range(250):
+        cvi.step(x)
+        if i >= 50:
+            means.append(float(own.posterior("mu").mean))
+    # Mean field: q(mu) has precision 1 + N, and the mean of the exact posterior.
+    assert float(own.posterior("mu").variance) == pytest.approx(1 / 41, rel=1e-6)
+    # The mean feels the draws of 40 codes, each of variance 1/2, in steps of about a fiftieth.
+    assert sum(means) / len(means) == pytest.approx(float(x.sum() / (len(x) + 2)), abs=0.03)
+
+
+def test_minibatches_count_for_all_rows():
+    """The first step is a full one: q(a) has the precision of all 30 sequences, from 10 of them."""
+    x = torch.randn(30, 1)
+    guide, own, _ = guide_of(chain, likelihood, ["z_0"])
+    CVI(chain, guide, seed=3).step(x[:10], 1)
+    assert float(own.posterior("a").variance) == pytest.approx(1.0)  # T = 1: a has its prior only
+    guide, own, _ = guide_of(chain, likelihood, ["z_0", "z_1"])
+    x = torch.cat([torch.full((30, 1), 2.0), torch.full((30, 1), -1.0)], 1)
+    CVI(chain, guide, seed=4).step(x[:10], 2, 0.3, 1e-3)
+    # codes are data to 1e-3: precision 1 + 30 * 2^2 / 0.3^2
+    assert float(own.posterior("a").variance) == pytest.approx(1 / (1 + 30 * 4 / 0.09), rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_scales_and_unequal_batches(dtype):
+    torch.set_default_dtype(dtype)
+    T, x = 3, torch.randn(30, 3)
+    mask = torch.rand(30, T) < 0.7
+    mask[:, 0] = True
+
+    def recognise(x, T, mask, hot=1.0):
+        seen = torch.where(mask, 0.5, 1e3)
+        return {f"z_{t}": dist.Normal(x[:, t], seen[:, t]) for t in range(T)}
+
+    def model(x, T, mask, hot=1.0):
+        chain(x, T, mask=mask, hot=hot)
+
+    guide, own, _ = guide_of(model, recognise, [f"z_{t}" for t in range(T)])
+    cvi = CVI(model, guide, seed=5)
+    for rows, hot in ((slice(0, 10), 0.5), (slice(10, 30), 1.0), (slice(3, 10), 1.0)):
+        loss = cvi.step(x[rows], T, mask[rows], hot)
+        assert math.isfinite(loss)
+    assert own.posterior("a").mean.dtype is dtype
+
+
+def test_predictive_and_new_rows():
+    x, guide, _, _ = fitted_mixture()
+    draws = Predictive(mixture, guide=guide, num_samples=5)(x[:4])
+    assert draws["z"].shape == (5, 4, D) and draws["c"].shape == (5, 4)
+
+
+def test_labels_of_rows_may_stay():
+    """An observed cluster pulls the code: q(z) is that of its component and the potential."""
+
+    def model(x, label):
+        with pyro.plate("rows", len(x)):
+            c = pyro.sample("c", dist.Categorical(torch.ones(2) / 2))
+            pyro.sample("label", dist.Normal(10.0 * c, 0.1), obs=label)
+            z = pyro.sample("z", dist.Normal(4.0 * c - 2.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def recognise(x, label):
+        return {"z": dist.Normal(x, torch.ones(len(x)))}
+
+    x, label = torch.zeros(6), torch.tensor([0.0, 0.0, 0.0, 10.0, 10.0, 10.0])
+    for keep, mean in (((), 0.0), (("label",), 1.0)):
+        _, _, part = guide_of(model, recognise, keep=keep)
+        found = law_of(part, x, label).mean.reshape(-1)
+        expected = mean * torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+        if keep:
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("recognise", "words"),
+    [
+        (lambda x: {"y": dist.Normal(x, 1.0).to_event(1)}, "no such latent site"),
+        (lambda x: {"z": dist.Normal(x, 1.0)}, "event shape"),
+        (lambda x: {"z": dist.Normal(x[:1], 1.0).to_event(1)}, "batch shape"),
+        (lambda x: {"z": x}, "a Tensor"),
+        (lambda x: {"z": dist.StudentT(3.0, x, 1.0).to_event(1)}, "conjugate"),
+    ],
+)
+def test_what_is_no_conjugate_potential_is_refused(recognise, words):
+    guide, _, _ = guide_of(mixture, recognise)
+    with pytest.raises(CVIError, match=words):
+        CVI(mixture, guide).step(torch.randn(N, D))
+
+
+def test_a_site_that_is_in_no_plate_is_refused():
+    def model(x):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z + mu, 1.0).expand([len(x)]).to_event(1), obs=x)
+
+    guide, _, _ = guide_of(model, lambda x: {"z": dist.Normal(x.mean(), 1.0)})
+    with pytest.raises(CVIError, match="in no plate"):
+        CVI(model, guide).step(torch.zeros(3))
+
+
+def test_a_network_learns_what_the_closed_form_says():
+    """With a linear encoder and z_n ~ N(mu, 1), x_n ~ N(z_n, 1) the best potential is N(x_n, 1)."""
+
+    def model(x):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    net = nn.Linear(1, 1)
+    log_scale = torch.tensor(0.7)
+
+    def recognise(x):
+        pyro.module("net", net)
+        scale = pyro.param("log_scale", log_scale).exp()
+        return {"z": dist.Normal(net(x.unsqueeze(-1)).squeeze(-1), scale.expand(len(x)))}
+
+    x = 1.4 * torch.randn(60) + 1.0
+    guide, _, _ = guide_of(model, recognise)
+    cvi = CVI(model, guide, optim=pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.99}), seed=6)
+    for _ in range(300):
+        cvi.step(x)
+    assert float(net.weight.detach()) == pytest.approx(1.0, abs=0.1)
+    assert float(net.bias.detach()) == pytest.approx(0.0, abs=0.15)
+    assert float(pyro.param("log_scale").detach()) == pytest.approx(0.0, abs=0.1)
