@@ -43,9 +43,9 @@ from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
 __all__ = ["OnePlate", "Recognition"]
 
-_ROUNDS, _SETTLED = 50, 1e-7
+_ROUNDS, _SETTLED = 50, 1e-6
 """Rounds over several local blocks, and nats per scalar below which they have settled."""
-_TERMS, _NEGLIGIBLE = 50, 1e-7
+_TERMS, _NEGLIGIBLE = 50, 1e-4
 """Terms of the series for (1 - dT/dq)^-1, and the relative size below which they are left out."""
 _SIZES = 16
 """Sizes of minibatches whose analyses are remembered."""
