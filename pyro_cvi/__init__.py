@@ -14,5 +14,6 @@ from pyro_cvi.infer import RunResult as RunResult
 from pyro_cvi.integrate import IntegratedPosterior as IntegratedPosterior
 from pyro_cvi.integrate import integrate as integrate
 from pyro_cvi.recognition import Recognition as Recognition
+from pyro_cvi.streaming import posterior_as_prior as posterior_as_prior
 
 __version__ = "0.1.0"

@@ -61,7 +61,12 @@ def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
     """q(z) of one site, in the model's space and with the site's batch and event shape."""
     if isinstance(belief, GaussianBelief | StructuredBelief):
         law = _gaussian(latent, block, belief)
-        return law if latent.transform is None else Transformed(law, [latent.transform])
+        if latent.transform is None:
+            return law
+        result = Transformed(law, [latent.transform])
+        if latent.prior is not None:
+            result.own_support = latent.prior.constrained.support
+        return result
     assert isinstance(belief, FamilyBelief)
     if block.is_chain:
         return finite_law(latent, _probabilities(latent, block, belief).log())
@@ -73,7 +78,23 @@ def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
 
 
 class Transformed(dist.TransformedDistribution):
-    """The law of T(u) for Gaussian u; mean and variance by quadrature where T is one of scalars."""
+    """The law of T(u) for Gaussian u; mean and variance by quadrature where T is one of scalars.
+
+    `own_support` is that of the site, where it is known: torch's bijection to positive values ends in an
+    affine map, and says that it goes to all real numbers.
+    """
+
+    own_support: Any = None
+
+    @property
+    def support(self) -> Any:
+        """The support of the site."""
+        return super().support if self.own_support is None else self.own_support
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Transformed:
+        new: Transformed = super().expand(batch_shape, _instance)
+        new.own_support = self.own_support
+        return new
 
     def _moment(self, power: int) -> Tensor:
         (transform,) = self.transforms
