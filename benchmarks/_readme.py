@@ -1,4 +1,7 @@
-"""Put the figures of results/*.json between the markers of README.md; run it after the scripts."""
+"""Put the figures of results/*.json between the markers of README.md; run it after the scripts.
+
+Those of `drop_in` go into docs/from_svi.md, too, a line for each model.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from _common import RESULTS, Row, table
+from _common import RESULTS, ROOT, Row, table
 
 README = Path(__file__).resolve().parent / "README.md"
+FROM_SVI = ROOT / "docs" / "from_svi.md"
 
 
 def section(result: dict[str, Any]) -> str:
@@ -29,17 +33,44 @@ def section(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def drop_in(result: dict[str, Any]) -> str:
+    """A line for each model that had `SVI` exchanged for `CVI`, as Markdown."""
+    models: dict[str, dict[str, Any]] = {}
+    for row in result["rows"]:
+        models.setdefault(row["case"], {})[row["what"]] = row["value"]
+    lines = [
+        "| model | lines changed | CVI: steps, seconds | negative bound | SVI: steps, seconds | "
+        "negative bound |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in models.items():
+        cells = [name, f"{found['lines of the model changed']:.0f}"]
+        for method in ("CVI", "SVI"):
+            (what,) = (w for w in found if w.startswith(f"{method}, ") and w.endswith(": seconds"))
+            steps = what.removeprefix(f"{method}, ").removesuffix(" steps: seconds")
+            cells += [f"{steps}, {found[what]:.3g}", f"{found[f'{method}: negative bound']:.6g}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def between(text: str, name: str, body: str) -> str | None:
+    """The text with another body between the markers of that name, if it has them."""
+    found = re.search(rf"(<!-- {name} -->\n).*?(<!-- end -->)", text, flags=re.DOTALL)
+    return text[: found.end(1)] + body + "\n" + text[found.start(2) :] if found else None
+
+
 def main() -> None:
     text = README.read_text()
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
         name = result["benchmark"]
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        body = section(result)
-        found = re.search(pattern, text, flags=re.DOTALL)
-        if found:
-            text = text[: found.end(1)] + body + "\n" + text[found.start(2) :]
-        print(f"{name}: {'written' if found else 'no place for it in README.md'}")
+        found = between(text, name, section(result))
+        text = text if found is None else found
+        print(f"{name}: {'no place for it in README.md' if found is None else 'written'}")
+        if name == "drop_in":
+            page = between(FROM_SVI.read_text(), name, drop_in(result))
+            assert page is not None
+            FROM_SVI.write_text(page)
     README.write_text(text)
 
 
