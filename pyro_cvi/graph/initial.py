@@ -235,6 +235,7 @@ def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
     if latent.support is not None:
         values = latent.support.reshape(len(latent.support), -1)
         same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
+        same = same.to(latent.prior.log_prob(latent.value).dtype)
         return ((0.9 * same + 0.1 / len(values)).log(),)
     laws = {
         GAMMA: lambda: dist.Gamma(n, n / point),
