@@ -44,7 +44,7 @@ from pyro_cvi.prediction import (
     local_posteriors,
     log_predictive,
 )
-from pyro_cvi.sweep import Sweeper, kl_of
+from pyro_cvi.sweep import Sweeper, is_of, kl_of
 
 __all__ = ["CVI", "RunResult"]
 
@@ -634,8 +634,9 @@ class CVI:
         beliefs = self._own.beliefs()
         known = self._evaluator
         if known is not None and known[0] is prepared:
-            same = all(known[1].beliefs[n] is b for n, b in beliefs.items())
-            if same:
+            before = known[1].beliefs
+            # Beliefs about a window are made anew for each step, though nothing may have changed.
+            if all(before[n] is b or is_of(before[n], b.tensors) for n, b in beliefs.items()):
                 return known[1]
         evaluator = Evaluator(prepared.plan, beliefs, self.shards)
         self._evaluator = (prepared, evaluator)

@@ -38,7 +38,7 @@ from pyro_cvi.start import start
 from pyro_cvi.structured import StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
 
-__all__ = ["Sweeper"]
+__all__ = ["Sweeper", "is_of", "kl_of"]
 
 _HALVINGS = 40
 _STEEP = 0.6
@@ -680,7 +680,7 @@ class Sweeper:
         self._ahead = None
         here = evaluator.plan
         if plan is None:  # from a fit that was saved
-            same = all(_is_of(evaluator.beliefs.get(n), tensors) for n, tensors in beliefs.items())
+            same = all(is_of(evaluator.beliefs.get(n), tensors) for n, tensors in beliefs.items())
         else:
             same = plan is here and all(evaluator.beliefs[n] is b for n, b in beliefs.items())
         return estimate if same and not here.learns and not here.stochastic else None
@@ -740,7 +740,7 @@ class Sweeper:
             elbo = narrower
 
 
-def _is_of(belief: Belief | None, tensors: tuple[Tensor, ...]) -> bool:
+def is_of(belief: Belief | None, tensors: tuple[Tensor, ...]) -> bool:
     """Whether a belief has these tensors."""
     return belief is not None and all(
         a.shape == b.shape and torch.equal(a, b)

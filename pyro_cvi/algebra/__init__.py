@@ -10,6 +10,7 @@ from pyro_cvi.algebra.latent import Recorder as Recorder
 from pyro_cvi.algebra.latent import expression_of as expression_of
 from pyro_cvi.algebra.latent import plain as plain
 from pyro_cvi.algebra.latent import recording as recording
+from pyro_cvi.algebra.latent import register_rewrite as register_rewrite
 from pyro_cvi.algebra.latent import register_rule as register_rule
 
 del _rules

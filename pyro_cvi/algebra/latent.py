@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from torch import Tensor
 
 from pyro_cvi.algebra.expression import Expression, as_expression, opaque, opaque_parts
 
-__all__ = ["LatentTensor", "Recorder", "expression_of", "plain", "register_rule", "rules"]
+__all__ = [
+    "LatentTensor",
+    "Recorder",
+    "expression_of",
+    "plain",
+    "register_rewrite",
+    "register_rule",
+    "rules",
+]
 
 Rule = Callable[..., Any]
 _RULES: dict[str, Rule] = {}
@@ -79,6 +87,45 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
         for name in names:
             _RULES[name] = rule
         return rule
+
+    return decorate
+
+
+class _Rewrite:
+    """The rule of a function that others compute: the expression is that of their result."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.runs = function, False
+
+    def __call__(self, out: Tensor, *args: Any, **kwargs: Any) -> Expression | None:
+        if self.runs:  # it calls what it rewrites
+            return None
+        self.runs = True
+        try:
+            result = self.function(*args, **kwargs)
+        finally:
+            self.runs = False
+        return None if result is None else expression_of(result)
+
+
+def register_rewrite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register `function(*args, **kwargs) -> Tensor`: a torch function by others that have rules.
+
+    It gets the arguments as the user gave them, is ordinary torch code, and returns what the function of
+    that name would, or None where it does not apply (the result is opaque then). Only the expression is
+    taken from it; values stay those of torch.
+
+    Example:
+        >>> import torch
+        >>> from pyro_cvi.algebra import register_rewrite
+        >>> @register_rewrite("trapezoid")
+        ... def trapezoid(y, x):
+        ...     return 0.5 * ((y[..., 1:] + y[..., :-1]) * x.diff()).sum(-1)
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        register_rule(*names)(_Rewrite(function))
+        return function
 
     return decorate
 
@@ -235,8 +282,9 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     expressions: Any = None
     tensors = (out,) if isinstance(out, Tensor) else tuple(out)
     if rule is not None and all(isinstance(t, Tensor) for t in tensors) and _is_real(out):
+        symbols = isinstance(rule, _Rewrite)
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with nullcontext() if symbols else torch._C.DisableTorchFunctionSubclass():
                 expressions = rule(out, *args, **kwargs)
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
             # An unusual call form: the value is right, only its structure is not known.

@@ -105,6 +105,14 @@ class AbstractFamily(ABC):
         """
         return candidate
 
+    def around(self, point: Tensor, spread: float) -> Natural | None:
+        """A narrow member near `point`, with a relative standard deviation of about `spread`, or None.
+
+        A fit starts there where `init_loc_fn` has placed a site. The families of this package need no
+        such method; sites of another that has none cannot be placed, and start at their prior.
+        """
+        return None
+
     def keep_proper(self, candidate: Natural, natural: Natural) -> Natural:
         """`candidate` where it is proper, else `natural`: the step of size zero.
 

@@ -19,7 +19,7 @@ from pyro.infer.autoguide.initialization import (
 from torch import Tensor
 
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.families import BETA, DIRICHLET, GAMMA, INVERSE_GAMMA, WISHART
+from pyro_cvi.families import BETA, DIRICHLET, GAMMA, GAUSSIAN, INVERSE_GAMMA, WISHART
 from pyro_cvi.gaussians.chain import Blocks, Pattern
 from pyro_cvi.gaussians.process import Predictors
 from pyro_cvi.graph.chain import Chain
@@ -186,6 +186,8 @@ def located_points(
         if by_strategy and not bool(value.isfinite().all()):
             return site["fn"].sample()  # the mean of a law that has none: it starts by default
         point = _checked_point(latents[name], value, site["fn"])
+        if not by_strategy:
+            _check_startable(latents[name], point)
         found[name] = latents[name].unconstrained(point)
         return point
 
@@ -226,8 +228,23 @@ def _checked_point(latent: Latent, value: Any, prior: Any) -> Tensor:
     return point
 
 
+def _check_startable(latent: Latent, point: Tensor) -> None:
+    """A Gaussian, or a family with narrow members around a point."""
+    if latent.family is GAUSSIAN or around(latent, point) is not None:
+        return
+    name = latent.family.name
+    raise CVIError(
+        message(
+            f"latent site '{latent.name}'",
+            f"init_loc_fn places it, and its family {name} does not say what lies near a point",
+            "a family with the method `around(point, spread)`, or a site that is not placed",
+            f"give {name} that method, or leave the site out of init_loc_fn: it starts at its prior",
+        )
+    )
+
+
 def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
-    """A narrow member of the site's family around a point; None for a family that has no rule here.
+    """A narrow member of the site's family around a point; None if the family has no rule for that.
 
     Gamma, inverse Gamma: mean `point`. Beta, Dirichlet: mean `point`. Discrete: 9/10 on `point`.
     """
@@ -235,6 +252,7 @@ def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
     if latent.support is not None:
         values = latent.support.reshape(len(latent.support), -1)
         same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
+        same = same.to(latent.prior.log_prob(latent.value).dtype)
         return ((0.9 * same + 0.1 / len(values)).log(),)
     laws = {
         GAMMA: lambda: dist.Gamma(n, n / point),
@@ -244,4 +262,6 @@ def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
         WISHART: lambda: dist.Wishart(n + point.shape[-1], point / (n + point.shape[-1])),
     }
     law = laws.get(latent.family)
-    return None if law is None else latent.family.from_distribution(law())
+    if law is None:
+        return latent.family.around(point, _SPREAD)
+    return latent.family.from_distribution(law())

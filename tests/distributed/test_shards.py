@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+import torch.distributed
 
 from pyro_cvi import CVI, AutoCVI, CVIError
 
@@ -62,3 +65,30 @@ def test_a_process_that_dies_is_an_error_for_the_other(tmp_path: Path) -> None:
 def test_shards_need_a_process_group() -> None:
     with pytest.raises(CVIError, match="init_process_group"):
         CVI(lambda: None, AutoCVI(lambda: None), shards=["rows"])
+
+
+def test_moments_of_spread_rows_are_kept_from_step_to_step(tmp_path: Path) -> None:
+    """Else each step would begin with the softmax of all rows that the last one ended with."""
+
+    def model(x: torch.Tensor) -> None:
+        with pyro.plate("components", 2):
+            mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+        with pyro.plate("rows", len(x)):
+            c = pyro.sample("c", dist.Categorical(torch.ones(2)))
+            pyro.sample("x", dist.Normal(mu[c], 1.0), obs=x)
+
+    x = torch.tensor([-2.0, -1.5, 2.0, 3.0])
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    try:
+        cvi = CVI(model, AutoCVI(model), shards=["rows"])
+        cvi.step(x)
+        assert cvi._evaluator is not None
+        before = cvi._evaluator[1]
+        cvi.step(x)
+        assert cvi._evaluator[1] is before
+        cvi.step(x + 1)  # other data
+        assert cvi._evaluator[1] is not before
+    finally:
+        torch.distributed.destroy_process_group()

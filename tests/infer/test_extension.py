@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import integrate
 
-from pyro_cvi import CVI, AbstractFamily, AutoCVI, density, explain, register_family
+from pyro_cvi import CVI, AbstractFamily, AutoCVI, CVIError, density, explain, register_family
 from pyro_cvi.densities.registry import _RULES
 from pyro_cvi.families.registry import _FAMILIES
 
@@ -93,3 +93,42 @@ def test_a_root_precision_with_a_family_of_ones_own_is_exact(nakagami):
     draws = torch.stack([cvi.guide(y)["z"] for _ in range(2000)])
     second = (4 + 1) / 2 / (0.5 * ss + 1 / 32)
     assert float(draws.square().mean()) == pytest.approx(second, rel=0.1)
+
+
+def root_precision(y):
+    z = pyro.sample("z", HalfNormal(torch.tensor(4.0)).expand([2]).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(0.0, 1 / z).to_event(1), obs=y)
+
+
+PLACED = pyro.infer.autoguide.init_to_value(values={"z": torch.tensor([0.5, 3.0])})
+
+
+def test_a_place_for_a_site_whose_family_cannot_take_it_is_an_error(nakagami):
+    guide = AutoCVI(root_precision, init_loc_fn=PLACED)
+    with pytest.raises(CVIError, match=r"site 'z'.*Nakagami.*around\(point, spread\)"):
+        guide(torch.ones(3, 2))
+
+
+def test_a_strategy_for_all_sites_leaves_such_a_site_at_its_prior(nakagami):
+    guide = AutoCVI(root_precision, init_loc_fn=pyro.infer.autoguide.init_to_mean)
+    guide(torch.ones(3, 2))
+    torch.testing.assert_close(
+        guide.posterior("z").base_dist.base_dist.rate, torch.full((2,), 1 / 32)
+    )
+
+
+def test_a_family_that_knows_what_lies_near_a_point_starts_there(nakagami, monkeypatch):
+    def around(self, point, spread):
+        """The square is Gamma(n, n / point^2), of relative standard deviation 2 spread."""
+        n = 1 / (2 * spread) ** 2
+        return torch.full_like(point, 2 * n - 1), -n / point**2
+
+    monkeypatch.setattr(nakagami, "around", around)
+    guide = AutoCVI(root_precision, init_loc_fn=PLACED)
+    guide(torch.ones(3, 2))
+    draws = guide.posterior("z").sample((4000,))
+    standard_error = 0.1 * draws.mean(0) / 4000**0.5
+    assert (
+        (draws.mean(0) - torch.tensor([0.5, 3.0])).abs() < 0.01 * draws.mean(0) + 5 * standard_error
+    ).all()

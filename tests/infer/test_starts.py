@@ -98,6 +98,29 @@ def test_given_states_are_where_the_fit_starts():
 # --- restarts and annealing ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_given_states_start_in_the_dtype_of_the_model(dtype):
+    other = {torch.float64: torch.float32, torch.float32: torch.float64}[dtype]
+    x = torch.tensor([-3.0, -2.5, 2.0, 3.5], dtype=dtype)
+    torch.set_default_dtype(other)  # the data are not of the default dtype
+
+    def model(x):
+        weights = pyro.sample("weights", dist.Dirichlet(x.new_ones(2)))
+        loc = pyro.sample("loc", dist.Normal(x.new_zeros(2), 9.0).to_event(1))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Categorical(weights))
+            pyro.sample("x", dist.Normal(loc[z], x.new_tensor(1.0)), obs=x)
+
+    start = pyro.infer.autoguide.init_to_value(values={"z": torch.tensor([0, 0, 1, 1])})
+    guide = AutoCVI(model, init_loc_fn=start)
+    guide(x)  # makes the plan, and no step
+    probs = guide.posterior("z").probs
+    assert probs.dtype is dtype
+    expected = torch.tensor([0.95, 0.95, 0.05, 0.05], dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(probs[:, 0], expected, rtol=4 * eps, atol=0)
+
+
 def test_restarts_keep_the_best_and_the_guide_holds_it():
     x = clusters()
     cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
