@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,14 +29,14 @@ from pyro_cvi.averaging import ERROR
 from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
-from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.evaluator import Evaluator, is_own
 from pyro_cvi.graph.prepared import Prepared, is_stream
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
-from pyro_cvi.hybrid import Draw, Others, split
+from pyro_cvi.hybrid import Draw, Others, of_elements, split
 from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
@@ -165,8 +166,7 @@ class CVI:
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
         self.shards = Shards.of(shards)
-        self._sweeper = Sweeper(minibatch, delay, forget, seed, memory)
-        self._sweeper.seeded = not self.shards.plates
+        self._sweeper = Sweeper(minibatch, delay, forget, seed, memory, self.shards)
         self._moved = math.inf
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,10 +223,12 @@ class CVI:
         chosen = sweeper.chosen(self._own.prepared)
         if self._resumes:
             self._resume(args, kwargs, chosen)
+        elif self.shards.plates and sweeper.time == 0:
+            self._share_parameters(args, kwargs, chosen)
         model, draw, prepared = self._prepared(args, kwargs, chosen, unchanged=unchanged)
         self._check_params(prepared)
-        if self.shards.plates:
-            self._check_shards(prepared, draw)
+        if self.shards.plates and sweeper.time == 0:
+            self._check_shards(prepared)
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
             sweeper.is_stream = bool(self.shards.plates) or is_stream(prepared, model, args, kwargs)
         sweeper.beside = frozenset() if draw is None else draw.plates
@@ -242,7 +244,7 @@ class CVI:
             unseen = self._own.has_unseen()
             sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
             elbo = evaluator.elbo() + sweeper.sampled_value
-            elbo -= 0.0 if draw is None else self._summed(draw.log_q)
+            elbo -= 0.0 if draw is None else self._log_q(draw)
             finite = all(
                 evaluator.beliefs[b.name].is_finite()
                 for b in prepared.plan.blocks
@@ -264,7 +266,7 @@ class CVI:
         self._moved = math.inf
         if settled:
             moved = kl_of(before, evaluator.beliefs)
-            self._moved = float(self.shards.total(torch.tensor(moved, dtype=torch.float64)))
+            self._moved = self.shards.number(moved)
         sweeper.done(prepared)
         return -elbo
 
@@ -283,14 +285,16 @@ class CVI:
                     noisy = prepared.plan.noisy()
                     self._sweeper.settle(found, noisy)
                     if noisy:
-                        other = Sweeper("stochastic", 1.0, 0.7, self._sweeper.seed)
+                        other = Sweeper(
+                            "stochastic", 1.0, 0.7, self._sweeper.seed, shards=self.shards
+                        )
                         sampler = self._sampler(prepared, args, kwargs, model)
                         other.settle_sampled(
                             found, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED,
                             fresh=self._own.has_unseen(),
                         )  # fmt: skip
                 loss = -self._elbo(found, model, prepared, args, kwargs)
-                loss += 0.0 if draw is None else self._summed(draw.log_q)
+                loss += 0.0 if draw is None else self._log_q(draw)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
@@ -505,6 +509,17 @@ class CVI:
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> None:
         """Find the parameters of a fit that was loaded, and the plan; draw no random numbers for it."""
         random, self._resumes = torch.get_rng_state(), False
+        model, leaves, _ = self._parameters(args, kwargs, chosen)
+        self._restore_parameters(leaves)
+        known = self._own.prepared
+        if known is not None and not known.plan.stochastic and not known.plan.learns:
+            self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
+        torch.set_rng_state(random)
+
+    def _parameters(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
+    ) -> tuple[Callable[..., Any], dict[str, Tensor], frozenset[str]]:
+        """The model given a draw of the other guides; parameters of all; those of local elements."""
         model, draw = self._given(args, kwargs, chosen)
         leaves = dict({} if draw is None else draw.parameters)
         with poutine.block(), poutine.trace(param_only=True) as handler:
@@ -512,11 +527,33 @@ class CVI:
         for name, site in handler.trace.nodes.items():
             if site["type"] == "param":
                 leaves[name] = site["value"].unconstrained()
-        self._restore_parameters(leaves)
-        known = self._own.prepared
-        if known is not None and not known.plan.stochastic and not known.plan.learns:
-            self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
+        local = of_elements(handler.trace, self.shards)
+        return model, leaves, local if draw is None else local | draw.local
+
+    def _share_parameters(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
+    ) -> None:
+        """All processes begin with the parameters of the first one; no random number is used up."""
+        random = torch.get_rng_state()
+        _, leaves, local = self._parameters(args, kwargs, chosen)
         torch.set_rng_state(random)
+        shared = {n: leaves[n] for n in sorted(leaves) if n not in local}
+        shapes = {n: tuple(p.shape) for n, p in shared.items()}
+        if self.shards.differ(zlib.crc32(repr(shapes).encode())):
+            raise CVIError(
+                message(
+                    f"shards={sorted(self.shards.plates)}",
+                    f"other processes have other parameters than {shapes}",
+                    "the same parameters and shapes in all processes, but for those of single elements",
+                    "give parameters of elements their event_dim, inside of the plate: "
+                    'pyro.param("loc", torch.zeros(len(x)), event_dim=0)',
+                )
+            )
+        with torch.no_grad():
+            for p, first in zip(
+                shared.values(), self.shards.from_first(list(shared.values())), strict=True
+            ):
+                p.copy_(first)
 
     def _restore_parameters(self, leaves: Mapping[str, Tensor]) -> None:
         """Give parameters the values of a fit that was loaded."""
@@ -644,12 +681,13 @@ class CVI:
         """The model given a draw of the other guides, if there are any."""
         if self._others is None:
             return self.model, None
-        draw = self._others.draw(args, kwargs, chosen)
+        draw = self._others.draw(args, kwargs, chosen, self.shards)
         return draw.given(self.model), draw
 
-    def _summed(self, x: Tensor) -> float:
-        """A number that each process has for its own elements, over all of them."""
-        return float(self.shards.total(x.detach().double()))
+    def _log_q(self, draw: Draw) -> float:
+        """log q of a draw of the other guides, over all processes."""
+        own, common = (float(d.log_q.detach()) for d in (draw.own, draw.common))
+        return self.shards.number(own) + common
 
     def _share_start(self, evaluator: Evaluator) -> None:
         """All processes begin where the first one does."""
@@ -660,25 +698,39 @@ class CVI:
                 assert new is not None
                 evaluator.set(block.name, new)
 
-    def _check_shards(self, prepared: Prepared, draw: Draw | None) -> None:
-        """What several processes can share: exact messages and quadrature."""
+    def _check_shards(self, prepared: Prepared) -> None:
+        """One plan in all processes, in which no factor joins elements of several."""
+        plan, where = prepared.plan, f"shards={sorted(self.shards.plates)}"
         unknown = sorted(self.shards.plates - set(prepared.sizes))
-        sampled = sorted(prepared.plan.sampled_sites())
-        shared = draw is not None and draw.shared
-        if not unknown and not sampled and not shared:
-            return
-        found = f"the model has no plate {unknown[:1]}"
-        expected, remedy = f"one of {sorted(prepared.sizes)}", "name the plate of the rows"
-        if not unknown:
-            what = (
-                f"sites {sampled[:3]} are sampled"
-                if sampled
-                else "another guide draws shared sites"
+        if unknown:
+            raise CVIError(
+                message(
+                    where, f"the model has no plate {unknown[:1]}",
+                    f"one of {sorted(prepared.sizes)}", "name the plate of the rows",
+                )
+            )  # fmt: skip
+        own = {b.name for b in plan.blocks if is_own(plan, self.shards, b)}
+        joined = [f for f in plan.factors if f.blocks & own and not self.shards.hold(f.plates)]
+        if joined:
+            raise CVIError(
+                message(
+                    f"factor '{joined[0].name}'",
+                    f"it is outside of the plates {where}, and reads {sorted(joined[0].blocks & own)} "
+                    "inside of them, of which other processes have other elements",
+                    "factors of single elements",
+                    "put its statement inside of the plate, or fit in one process",
+                )
             )
-            found = f"{what}, and processes have draws of their own"
-            expected = "messages that are exact or by quadrature, and guides of single rows beside"
-            remedy = "fit in one process, or write the factor in operations that explain() lists"
-        raise CVIError(message(f"shards={sorted(self.shards.plates)}", found, expected, remedy))
+        parts = [(b.name, b.family.name, b.structure) for b in plan.blocks]
+        how = [(f.name, sorted((s, h.kind) for s, h in f.how.items())) for f in plan.factors]
+        if self.shards.differ(zlib.crc32(repr((parts, how)).encode())):
+            raise CVIError(
+                message(
+                    where, "the model has another plan in other processes",
+                    "one model, of which only the elements of these plates differ",
+                    "compare print(pyro_cvi.explain(model, *args)) of the processes",
+                )
+            )  # fmt: skip
 
     def _alone(self, what: str) -> AutoCVI:
         """CVI's own guide, where it is the only one."""
@@ -715,7 +767,7 @@ class CVI:
         model = self.model if model is None else model
         plan = prepared.plan
         call = Call(model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
-        return Sampler(plan, call, self.sampling)
+        return Sampler(plan, call, self.sampling, self.shards)
 
     def _elbo(
         self,
@@ -804,24 +856,30 @@ class CVI:
         prior = evaluator.with_learnt_priors()
         spread, rest = evaluator.split_expectations()
         rest = prior + rest
-        if draw is not None:  # of the rows of this process
-            score = (elbo - self._expected(elbo)) * draw.score
-            spread = spread - draw.entropy + score
+        if draw is not None:
+            advantage = elbo - self._expected(elbo)
+            spread = spread - draw.own.entropy + advantage * draw.own.score
+            rest = rest - draw.common.entropy + advantage * draw.common.score
         if not self.shards.plates:
             spread, rest = spread + rest, torch.zeros(())
+        own_names = of_elements(prepared.trace, self.shards) | (draw.local if draw else frozenset())
+        local = [i for i, n in enumerate(prepared.parameters) if n in own_names]
         for part, summed in ((spread, True), (rest, False)):
             own: list[Tensor | None] = [None] * len(leaves)
             if part.requires_grad:
                 own = list(torch.autograd.grad(part, leaves, retain_graph=True, allow_unused=True))
             if summed and self.shards.plates:
-                pairs = zip(own, leaves, strict=True)
-                own = list(self.shards.sums([or_zeros(g, p) for g, p in pairs]))
+                at = [i for i in range(len(leaves)) if i not in local]
+                sums = self.shards.sums([or_zeros(own[i], leaves[i]) for i in at])
+                for i, total in zip(at, sums, strict=True):
+                    own[i] = total
             grads = [sum_gradients(g, h) for g, h in zip(grads, own, strict=True)]
         if prepared.plan.sampled_sites():
-            sampled = (
-                sampler().estimate(evaluator, self._sweeper.control, parameters=leaves).parameters
-            )
-            grads = [sum_gradients(a, b) for a, b in zip(grads, sampled, strict=True)]
+            estimate = sampler().estimate(
+                evaluator, self._sweeper.control, parameters=leaves, local=local,
+                seed=self._sweeper.next_seed(),
+            )  # fmt: skip
+            grads = [sum_gradients(a, b) for a, b in zip(grads, estimate.parameters, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
             if g is not None and not bool(g.isfinite().all()):
                 raise CVIError(

@@ -26,6 +26,7 @@ from torch import Tensor
 from pyro_cvi.acceleration import Anderson
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
+from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
@@ -86,21 +87,23 @@ class Sweeper:
         delay, forget: of the stochastic rule, rho_t = (t + delay)^-forget for t = 0, 1, ...
         seed: of the draws; None takes torch's random state.
         memory: passes that the stochastic rule remembers at most, where its targets `drifts`.
+        shards: of several processes, which take the same steps and draw the same numbers.
     """
 
     def __init__(
         self, minibatch: str, delay: float, forget: float, seed: int | None = None,
-        memory: float = math.inf,
+        memory: float = math.inf, shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.minibatch, self.delay, self.forget = minibatch, delay, forget
         self.memory = memory
+        self.shards = shards or Shards()
         self.seed = seed
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.time = 0
         self.temperature = 1.0
         self.accelerated = False
         self.is_mixture = False
-        self.seeded = True
+        self.seeded = not self.shards.plates
         self.located: Collection[str] = ()
         self.is_stream = False
         self.drifts = False
@@ -141,13 +144,13 @@ class Sweeper:
 
     def fresh(self) -> Sweeper:
         """Another one with the same settings and other draws, and with nothing remembered."""
-        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed, self.memory)
+        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed, self.memory, self.shards)
         new._seeds = self._seeds
         return new
 
     def next_seed(self) -> int:
         """Of the next draws."""
-        return int(torch.randint(2**31, (), generator=self._seeds))
+        return self.shards.seed(int(torch.randint(2**31, (), generator=self._seeds)))
 
     # --- minibatches -------------------------------------------------------------------------------
 
@@ -638,14 +641,15 @@ class Sweeper:
         names = {b.name for b in local}
         if local and fresh:
             climb(evaluator, sampler, local, rounds=1, steps=_LOCAL_CLIMB)
-        for i in range(rounds if local else 0):
+        for i in range(rounds if self.shards.any(bool(local)) else 0):
             estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed(), only=names)
             moved, rho = 0.0, 1 / (2 + 0.5 * i)
             for b in local:
                 old = evaluator.beliefs[b.name]
                 self.noisy(evaluator, b, estimate.messages[b.name], rho)
                 moved = max(moved, float(old.kl(evaluator.beliefs[b.name])) / b.size)
-            if moved < settled * rho**2:  # a step of size rho goes rho of the way that is left
+            # A step of size rho goes rho of the way that is left. Seeds are drawn as often everywhere.
+            if not self.shards.any(moved >= settled * rho**2):
                 break
         for name in names:  # other elements the next time
             self.control.pop(name, None)
@@ -773,7 +777,10 @@ def _shake(evaluator: Evaluator) -> None:
         belief = evaluator.beliefs[block.name]
         if block.is_discrete and isinstance(belief, FamilyBelief):
             states, *others = belief.natural
-            moved = states.log_softmax(-1) + _SHAKE * torch.randn_like(states)
+            noise = torch.randn_like(states)
+            if not evaluator.is_own(block):
+                (noise,) = evaluator.shards.from_first([noise])
+            moved = states.log_softmax(-1) + _SHAKE * noise
             evaluator.set(block.name, FamilyBelief(belief.family, (moved, *others)))
 
 

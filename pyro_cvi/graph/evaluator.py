@@ -25,7 +25,7 @@ from pyro_cvi.linalg import broadcast_shapes, matvec, or_zeros, sum_gradients
 from pyro_cvi.structured import ProcessBelief
 from pyro_cvi.updates import Belief, FamilyBelief
 
-__all__ = ["Evaluator", "moments_of"]
+__all__ = ["Evaluator", "is_own", "moments_of"]
 
 Leaves = dict[str, tuple[Tensor, ...]]
 
@@ -53,6 +53,11 @@ def moments_of(plan: Plan, leaves: Leaves, beliefs: Mapping[str, Belief]) -> tup
             assert isinstance(belief, FamilyBelief)
             natural[block.sites[0]] = belief.natural
     return Moments(gaussian, other, natural), probabilities
+
+
+def is_own(plan: Plan, shards: Shards, block: Block) -> bool:
+    """Whether a block is of elements that this process has and no other."""
+    return all(shards.hold(frozenset(n for n, *_ in plan.latents[s].plates)) for s in block.sites)
 
 
 class Kept(NamedTuple):
@@ -215,10 +220,7 @@ class Evaluator:
 
     def is_own(self, block: Block) -> bool:
         """Whether a block is of elements that this process has and no other."""
-        latents = self.plan.latents
-        return all(
-            self.shards.hold(frozenset(n for n, *_ in latents[s].plates)) for s in block.sites
-        )
+        return is_own(self.plan, self.shards, block)
 
     def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
         """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors.
