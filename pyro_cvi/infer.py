@@ -386,8 +386,7 @@ class CVI:
             # finds a change (a model of random data), in every step.
             unchanged = not _is_power_of_four(i) and 0 < i < num_steps - 1 and not changes
             plan = self._own.prepared
-            # A run ends with a plain sweep. Mixtures of sweeps are not those of other processes.
-            self._sweeper.accelerated = i < num_steps - 1 and not self.shards.plates
+            self._sweeper.accelerated = i < num_steps - 1  # a run ends with a plain sweep
             last = None if bar is not None else (result.losses or [math.inf])[-1]
             loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
             changes = changes or (i > 0 and plan is not self._own.prepared)

@@ -219,7 +219,8 @@ class Sweeper:
         """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
         self.is_mixture = False
         if self._mapped is not evaluator.plan:  # another map, with other fixed points
-            self._anderson, self._mapped = Anderson(), evaluator.plan
+            own = frozenset(b.name for b in evaluator.plan.blocks if evaluator.is_own(b))
+            self._anderson, self._mapped = Anderson(self.shards, own), evaluator.plan
         plain, known = dict(evaluator.beliefs), evaluator.elbo()
         mixed = self._anderson.propose(before, {**plain, **self._targets}, known)
         if mixed is None:
