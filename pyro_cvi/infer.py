@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -30,6 +30,7 @@ from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator, is_own
+from pyro_cvi.graph.particles import Particles
 from pyro_cvi.graph.prepared import Prepared, is_stream
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
@@ -72,6 +73,14 @@ class RunResult:
     times: list[float] = field(default_factory=list)
 
 
+class _Given(NamedTuple):
+    """The model given a draw of the other guides, if there are any, and its analysis."""
+
+    model: Callable[..., Any]
+    draw: Draw | None
+    prepared: Prepared
+
+
 class CVI:
     """Conjugate-computation variational inference, with the call shape of `pyro.infer.SVI`.
 
@@ -83,7 +92,9 @@ class CVI:
             posterior needs none.
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
             TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective). As with SVI,
-            `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws.
+            `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws. Its `num_particles` is the
+            number of draws of other guides a step: bound, gradients and messages are means over them, at
+            the price of so many steps.
         minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
             with all of them, as long as the batches of a pass are those of the pass before and fit into
             memory; "stochastic" is the paper's rule (SVI on a conjugate model), which keeps nothing and
@@ -163,6 +174,8 @@ class CVI:
         self._pending: dict[str, Tensor] = {}
         self._resumes = False
         self.loss: Callable[..., float] = (Trace_ELBO() if loss is None else loss).loss
+        drawn = loss is not None and self._others is not None
+        self._particles: int = loss.num_particles if loss is not None and drawn else 1
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
         self.shards = Shards.of(shards)
@@ -225,8 +238,10 @@ class CVI:
             self._resume(args, kwargs, chosen)
         elif self.shards.plates and sweeper.time == 0:
             self._share_parameters(args, kwargs, chosen)
-        model, draw, prepared = self._prepared(args, kwargs, chosen, unchanged=unchanged)
+        given = self._prepared(args, kwargs, chosen, unchanged=unchanged)
+        model, draw, prepared = given[0]
         self._check_params(prepared)
+        self._check_particles(prepared)
         if self.shards.plates and sweeper.time == 0:
             self._check_shards(prepared)
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
@@ -235,7 +250,7 @@ class CVI:
         sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
         before, control = self._own.beliefs(), dict(sweeper.control)
         try:
-            evaluator = self._evaluator_for(prepared)
+            evaluator = self._evaluator_of(given)
             if self.shards.plates and sweeper.time == 0:
                 self._share_start(evaluator)
             sweeper.narrow(evaluator)
@@ -243,8 +258,8 @@ class CVI:
             sweeper.located = self._own.located
             unseen = self._own.has_unseen()
             sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
-            elbo = evaluator.elbo() + sweeper.sampled_value
-            elbo -= 0.0 if draw is None else self._log_q(draw)
+            elbos = self._elbos(evaluator, given, sweeper.sampled_value)
+            elbo = sum(elbos) / len(elbos)
             finite = all(
                 evaluator.beliefs[b.name].is_finite()
                 for b in prepared.plan.blocks
@@ -253,7 +268,7 @@ class CVI:
             if not math.isfinite(elbo) or not finite:
                 raise CVIError(self._not_finite(evaluator, elbo))
             if prepared.plan.learns:
-                self._learn(evaluator, prepared, sampler, draw, elbo)
+                self._learn(evaluator, prepared, sampler, [g.draw for g in given], elbos)
         except BaseException:
             self._evaluator = None
             sweeper.undo(control)
@@ -279,8 +294,10 @@ class CVI:
         evaluator, random = self._evaluator, torch.get_rng_state()
         try:
             with torch.enable_grad(), self._own.undone_on_error(always=True):
-                model, draw, prepared = self._prepared(args, kwargs, {}, fitting=False)
-                found = self._evaluator_for(prepared)
+                given = self._prepared(args, kwargs, {}, fitting=False)
+                model, _, prepared = given[0]
+                self._check_particles(prepared)
+                found = self._evaluator_of(given)
                 if prepared.has_local:
                     noisy = prepared.plan.noisy()
                     self._sweeper.settle(found, noisy)
@@ -293,8 +310,9 @@ class CVI:
                             found, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED,
                             fresh=self._own.has_unseen(),
                         )  # fmt: skip
-                loss = -self._elbo(found, model, prepared, args, kwargs)
-                loss += 0.0 if draw is None else self._log_q(draw)
+                sampled = self._sampled_value(found, model, prepared, args, kwargs)
+                elbos = self._elbos(found, given, sampled)
+                loss = -sum(elbos) / len(elbos)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
@@ -447,7 +465,7 @@ class CVI:
         if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 2:
             raise CVIError(f"num_groups is {num_groups!r}; expected an integer of at least 2")
         with torch.enable_grad(), self._own.undone_on_error(always=True):
-            model, _, prepared = self._prepared(args, kwargs, {}, fitting=False)
+            model, _, prepared = self._prepared(args, kwargs, {}, fitting=False)[0]
             sampler = self._sampler(prepared, args, kwargs, model)
             evaluator = Evaluator(prepared.plan, self._own.beliefs())
             seed = self._sweeper.seed
@@ -674,6 +692,33 @@ class CVI:
         self._evaluator = (prepared, evaluator)
         return evaluator
 
+    def _evaluator_of(self, given: Sequence[_Given]) -> Evaluator:
+        """The evaluator of the model, or of its mean over draws of the other guides."""
+        first = self._evaluator_for(given[0].prepared)
+        if len(given) == 1:
+            return first
+        others = [Evaluator(g.prepared.plan, first.beliefs, self.shards) for g in given[1:]]
+        return Particles([first, *others])
+
+    def _elbos(self, evaluator: Evaluator, given: Sequence[_Given], sampled: float) -> list[float]:
+        """The ELBO given each draw of the other guides; `sampled` is its part from sampled factors."""
+        return [
+            part.elbo() + sampled - (0.0 if g.draw is None else self._log_q(g.draw))
+            for part, g in zip(evaluator.parts, given, strict=True)
+        ]
+
+    def _check_particles(self, prepared: Prepared) -> None:
+        sampled = sorted(prepared.plan.sampled_sites())
+        if self._particles > 1 and sampled:
+            raise CVIError(
+                message(
+                    "CVI", f"loss has num_particles={self._particles}, and {sampled[:3]} are sampled",
+                    "one draw of the other guides a step where factors of AutoCVI's sites are sampled",
+                    "CVI(model, guide, num_samples=...) for more draws of these sites, and "
+                    "num_particles=1",
+                )
+            )  # fmt: skip
+
     def _given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
     ) -> tuple[Callable[..., Any], Draw | None]:
@@ -746,17 +791,22 @@ class CVI:
 
     def _prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window, **options: bool
-    ) -> tuple[Callable[..., Any], Draw | None, Prepared]:
-        """The model given a draw of the other guides, the draw, and the analysis of that model.
+    ) -> list[_Given]:
+        """The model given each draw of the other guides, the draw, and the analysis of that model.
 
-        Plates see the elements of the other guides where these have opened them.
+        Plates see the elements of the other guides where these have opened them, and the same for each
+        draw. The first one is what the guide knows of the model.
         """
-        model, draw = self._given(args, kwargs, chosen)
-        prepared = self._own.prepare(
-            model, args, kwargs, chosen if draw is None else {**chosen, **draw.indices},
-            beside=None if draw is None else draw.parameters, spread=self.shards.plates, **options,
-        )  # fmt: skip
-        return model, draw, prepared
+        found: list[_Given] = []
+        for _ in range(self._particles):
+            model, draw = self._given(args, kwargs, chosen)
+            prepared = self._own.prepare(
+                model, args, kwargs, chosen if draw is None else {**chosen, **draw.indices},
+                beside=None if draw is None else draw.parameters, spread=self.shards.plates, **options,
+            )  # fmt: skip
+            found.insert(0, _Given(model, draw, prepared))
+            chosen = {**chosen, **prepared.subsample}
+        return found
 
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -768,7 +818,7 @@ class CVI:
         call = Call(model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
         return Sampler(plan, call, self.sampling, self.shards)
 
-    def _elbo(
+    def _sampled_value(
         self,
         evaluator: Evaluator,
         model: Callable[..., Any],
@@ -776,12 +826,11 @@ class CVI:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float:
-        elbo = evaluator.elbo()
-        if prepared.plan.sampled_sites():
-            sampler = self._sampler(prepared, args, kwargs, model)
-            seed = self._sweeper.seed
-            elbo += sampler.estimate(evaluator, {}, gradient=False, seed=seed).value
-        return elbo
+        """The part of the ELBO from sampled factors, by new draws."""
+        if not prepared.plan.sampled_sites():
+            return 0.0
+        sampler = self._sampler(prepared, args, kwargs, model)
+        return sampler.estimate(evaluator, {}, gradient=False, seed=self._sweeper.seed).value
 
     def _is_converged(self, losses: list[float], tol: float) -> bool:
         plan = self._own.plan
@@ -840,7 +889,7 @@ class CVI:
 
     def _learn(
         self, evaluator: Evaluator, prepared: Prepared, sampler: Callable[[], Sampler],
-        draw: Draw | None, elbo: float,
+        draws: Sequence[Draw | None], elbos: Sequence[float],
     ) -> None:  # fmt: skip
         """One step of the user's optimiser on the parameters, with the posterior held fixed.
 
@@ -855,13 +904,17 @@ class CVI:
         prior = evaluator.with_learnt_priors()
         spread, rest = evaluator.split_expectations()
         rest = prior + rest
-        if draw is not None:
-            advantage = elbo - self._expected(elbo)
-            spread = spread - draw.own.entropy + advantage * draw.own.score
-            rest = rest - draw.common.entropy + advantage * draw.common.score
+        known = self._expected(sum(elbos) / len(elbos))
+        own_names = of_elements(prepared.trace, self.shards)
+        for draw, elbo in zip(draws, elbos, strict=True):
+            if draw is not None:
+                own_names |= draw.local
+                own_score = (elbo - known) * draw.own.score
+                common_score = (elbo - known) * draw.common.score
+                spread = spread + (own_score - draw.own.entropy) / len(draws)
+                rest = rest + (common_score - draw.common.entropy) / len(draws)
         if not self.shards.plates:
             spread, rest = spread + rest, torch.zeros(())
-        own_names = of_elements(prepared.trace, self.shards) | (draw.local if draw else frozenset())
         local = [i for i, n in enumerate(prepared.parameters) if n in own_names]
         for part, summed in ((spread, True), (rest, False)):
             own: list[Tensor | None] = [None] * len(leaves)

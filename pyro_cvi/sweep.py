@@ -194,10 +194,15 @@ class Sweeper:
         plan, before = prepared.plan, dict(evaluator.beliefs)
         self._targets.clear()
         self.sampled_value = 0.0
-        evaluator.temperature = self.temperature
+        for part in evaluator.parts:
+            part.temperature = self.temperature
         noisy = plan.noisy()
         if self.time == 0 and not fitted and not noisy and self.seeded:
-            start(evaluator, self.deterministic, self.located)
+            first, before_start = evaluator.parts[0], dict(evaluator.beliefs)
+            start(first, self.deterministic, self.located)
+            for name, belief in dict(first.beliefs).items():
+                if belief is not before_start[name]:
+                    evaluator.set(name, belief)
         fresh = bool(noisy) and unseen
         if self.time == 0 and not fitted and noisy:
             fresh = False
@@ -253,7 +258,13 @@ class Sweeper:
         rounds: int = _MOST_ROUNDS,
         settled: float = _SETTLED,
     ) -> None:
-        """Bring the local blocks to their optimum given the others."""
+        """Bring the local blocks to their optimum given the others, and each draw of other guides."""
+        for part in evaluator.parts:
+            self._settle(part, noisy, rounds, settled)
+
+    def _settle(
+        self, evaluator: Evaluator, noisy: frozenset[str], rounds: int, settled: float
+    ) -> None:
         plan = evaluator.plan
         local = [
             b for b in plan.blocks if b.moves and b.name not in noisy and self.is_local(plan, b)

@@ -93,6 +93,11 @@ class Evaluator:
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }
 
+    @property
+    def parts(self) -> list[Evaluator]:
+        """The evaluators of single draws of other guides: this one, or several (see `particles`)."""
+        return [self]
+
     def with_weights(self, plate: str, dim: int, weights: Tensor) -> Evaluator:
         """Another evaluator, for which the elements of a plate count by these weights, (elements,)."""
         like = next(iter(self.beliefs.values())).tensors[0]
@@ -305,10 +310,14 @@ class Evaluator:
         E is the sum of the block's factors, `before` its value at the belief `old` and `message` its
         gradient there, as `message` returns it.
         """
-        values = self._values(self._factors[block.name])
-        now = self._stacked(block, before.new_zeros(()), values).sum()
+        now = self.expected_again(block, before)
         change = self._linear(block, message, old.leaves(), self.leaves[block.name])
         return float(now - before) - self.weight_of(block) * change
+
+    def expected_again(self, block: Block, like: Tensor) -> Tensor:
+        """As `expected`, without a graph where the next step sees other data."""
+        values = self._values(self._factors[block.name])
+        return self._stacked(block, like.new_zeros(()), values).sum()
 
     def _linear(
         self, block: Block, gradient: Sequence[Tensor | None], at: Sequence[Tensor],
