@@ -1,9 +1,9 @@
 """What does a step cost where there is next to nothing to compute: CVI and SVI on small models?
 
-SVI has Adam, and what one would take for the model: AutoNormal with Trace_ELBO; TraceEnum_ELBO where there
-are discrete sites; the same encoder in the VAE. Where CVI samples, SVI has as many particles as CVI has
-draws, for a step of CVI averages over them. The two take turns in short blocks, and what counts is time
-of the processor, so that a busy machine hits neither; medians of steps.
+SVI has Adam, and what one would take for the model: AutoNormal with Trace_ELBO, TraceEnum_ELBO where
+there are discrete sites, the same encoder in the VAE. Where CVI samples, SVI has as many particles as
+CVI has draws, for a step of CVI averages over them. The two take turns in short blocks, and what counts
+is time of the processor, so that a busy machine hits neither; medians of steps.
 """
 
 from __future__ import annotations

@@ -354,11 +354,10 @@ class Sweeper:
         alone = all(f.blocks - held == {block.name} for f in inside)
         scale = prepared.parts[plate].scale
         belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
-        whole, own = evaluator.message(block), evaluator.message(block, plate)
+        own, outside = evaluator.message(block, plate), evaluator.message(block, outside=plate)
+        whole = [sum_gradients(a, b) for a, b in zip(own, outside, strict=True)]
         batch = tuple(or_zeros(g, like) / scale for g, like in zip(own, leaves, strict=True))
-        rest = tuple(
-            or_zeros(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
-        )
+        rest = tuple(or_zeros(g, like) for g, like in zip(outside, leaves, strict=True))
         gradient = memory.put(block.name, belief, batch, rest)
         if memory.is_mixed and not (exact and (alone or memory.is_whole)):
             self._seen_in_part(evaluator, block, whole, None, rate, exact)

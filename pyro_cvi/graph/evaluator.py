@@ -84,6 +84,7 @@ class Evaluator:
         self.leaves: Leaves = {n: b.leaves() for n, b in self.beliefs.items()}
         self._version = dict.fromkeys(self.beliefs, 0)
         self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self._bare: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
         self._moments: tuple[Moments, Leaves] | None = None
         self._plain: tuple[Moments, Leaves] | None = None
@@ -135,8 +136,7 @@ class Evaluator:
 
         (And to those of its discrete blocks where the factor has learnt constants.)
         """
-        version = self._version
-        key = tuple([version[b] for b in self._blocks[f.name]])
+        key = self._key(f)
         cached = self._cache.get(f.name)
         if cached is None or cached[0] != key:
             with torch.enable_grad():
@@ -148,6 +148,11 @@ class Evaluator:
                 cached = (key, value)
             self._cache[f.name] = cached
         return cached[1]
+
+    def _key(self, f: CompiledFactor) -> tuple[int, ...]:
+        """The state of a factor's blocks."""
+        version = self._version
+        return tuple([version[b] for b in self._blocks[f.name]])
 
     def _statistics_of(self, f: CompiledFactor) -> Summed:
         """The factor with the present probabilities of its discrete sites summed over."""
@@ -227,15 +232,18 @@ class Evaluator:
         """Whether a block is of elements that this process has and no other."""
         return is_own(self.plan, self.shards, block)
 
-    def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
+    def message(
+        self, block: Block, inside: str | None = None, outside: str | None = None
+    ) -> list[Tensor | None]:
         """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors.
 
         All factors of a local block carry the scale of its plates, as its entropy does: it cancels.
-        With `inside` only the factors in that plate count. Messages of other processes are added where
-        the block is theirs too.
+        With `inside` only the factors in that plate count, with `outside` only the others. Messages of
+        other processes are added where the block is theirs too.
         """
         near = self._factors[block.name]
         factors = [f for f in near if inside is None or inside in f.plates]
+        factors = [f for f in factors if outside is None or outside not in f.plates]
         spread = [f for f in factors if self.shards.hold(f.plates)]
         if not spread or self.is_own(block):
             return self._message(block, factors)
@@ -379,9 +387,18 @@ class Evaluator:
         """E_q[log p] of some factors; without a graph where the next step sees other data anyway."""
         if not self.plan.stochastic or self.plan.learns:
             return [self.factor(f).detach() for f in factors]
+        return [self._value(f) for f in factors]
+
+    def _value(self, f: CompiledFactor) -> Tensor:
+        """E_q[log p] of a factor, without a graph unless there is one."""
+        key = self._key(f)
+        for known in (self._cache.get(f.name), self._bare.get(f.name)):
+            if known is not None and known[0] == key:
+                return known[1].detach()
         with torch.no_grad():
-            moments, probabilities = self._without_graph()
-            return [f(moments, probabilities) for f in factors]
+            value = f(*self._without_graph())
+        self._bare[f.name] = (key, value)
+        return value
 
     def split_expectations(self) -> tuple[Tensor, Tensor]:
         """Sums of E_q[log p] with their graphs: of factors that are spread, and of the others."""

@@ -42,8 +42,10 @@ class Particles(Evaluator):
     def weight_of(self, block: Block) -> float:
         return self._parts[0].weight_of(block)
 
-    def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
-        found = [e.message(block, inside) for e in self._parts]
+    def message(
+        self, block: Block, inside: str | None = None, outside: str | None = None
+    ) -> list[Tensor | None]:
+        found = [e.message(block, inside, outside) for e in self._parts]
         return [_mean(same) for same in zip(*found, strict=True)]
 
     def expected(self, block: Block) -> Tensor:
