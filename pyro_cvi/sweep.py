@@ -198,11 +198,11 @@ class Sweeper:
             part.temperature = self.temperature
         noisy = plan.noisy()
         if self.time == 0 and not fitted and not noisy and self.seeded:
-            first, before_start = evaluator.parts[0], dict(evaluator.beliefs)
+            first, *others = evaluator.parts
             start(first, self.deterministic, self.located)
-            for name, belief in dict(first.beliefs).items():
-                if belief is not before_start[name]:
-                    evaluator.set(name, belief)
+            for part in others:
+                for name, belief in first.beliefs.items():
+                    part.set(name, belief)
         fresh = bool(noisy) and unseen
         if self.time == 0 and not fitted and noisy:
             fresh = False
