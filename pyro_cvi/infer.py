@@ -517,6 +517,7 @@ class CVI:
             )  # fmt: skip
         self._own.resume(state["posterior"])
         self._sweeper, self._baseline = state["sweeper"], state["baseline"]
+        self._sweeper.shards = self.shards
         if self.optim is not None and state["optimiser"] is not None:
             self.optim.set_state(state["optimiser"])
         self._pending = state["parameters"]

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -94,3 +96,27 @@ def test_a_process_that_dies_is_an_error_for_the_other(tmp_path: Path) -> None:
 def test_shards_need_a_process_group() -> None:
     with pytest.raises(CVIError, match="init_process_group"):
         CVI(lambda: None, AutoCVI(lambda: None), shards=["rows"])
+
+
+def test_a_fit_of_several_processes_goes_on_in_one(tmp_path: Path) -> None:
+    """Here of one process in a group: what is saved does not ask for the group."""
+
+    def model(x: torch.Tensor) -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("x", dist.Normal((z[0] * z[1] * z[2]).cos(), 1.0), obs=x)
+
+    x, path = torch.randn(10), tmp_path / "fit.pt"
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        cvi = CVI(model, AutoCVI(model), shards=["rows"], seed=0)
+        for _ in range(3):
+            cvi.step(x)
+        cvi.save(path)
+        after = cvi.step(x)
+    finally:
+        torch.distributed.destroy_process_group()
+    alone = CVI(model, AutoCVI(model), seed=0)
+    alone.load(path)
+    assert alone.step(x) == pytest.approx(after, rel=1e-5)
