@@ -2,7 +2,8 @@
 
 A sweep is a fixed-point map x -> T(x) of all beliefs. With residuals f_j = T(x_j) - x_j of the last few
 sweeps, the weights minimise |sum_j a_j f_j| subject to sum_j a_j = 1. The mixture is taken if it is
-proper and its bound is higher than that of the plain sweep.
+proper and its bound is higher than that of the plain sweep. Of several processes, the inner products of
+residuals are summed over blocks that are each one's own, so that all take the same weights.
 
 Source: H. F. Walker, P. Ni (2011), Anderson acceleration for fixed-point iterations, SIAM J. Numer.
 Anal. 49.
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pyro_cvi.distributed import Shards
 from pyro_cvi.updates import Belief
 
 __all__ = ["Anderson"]
@@ -29,9 +31,13 @@ _RIDGE = 1e-10
 
 
 class Anderson:
-    """The last sweeps, and what they would have come to undamped."""
+    """The last sweeps, and what they would have come to undamped.
 
-    def __init__(self) -> None:
+    Blocks of `own` are those of one of several processes.
+    """
+
+    def __init__(self, shards: Shards | None = None, own: frozenset[str] = frozenset()) -> None:
+        self._shards, self._own = shards or Shards(), own
         self._pairs: list[tuple[dict[str, Belief], dict[str, Belief]]] = []
         self._bounds: list[float] = []
         self._wait = 0
@@ -45,9 +51,10 @@ class Anderson:
         `targets` are the beliefs after a full step each, `bound` is that of the plain sweep.
         """
         moved = {n: b for n, b in targets.items() if b is not before[n]}
-        if sum(t.numel() for b in moved.values() for t in b.tensors) > _LARGEST:
+        size = sum(t.numel() for b in moved.values() for t in b.tensors)
+        if self._shards.any(size > _LARGEST):
             return None
-        if self._pairs and moved.keys() != self._pairs[-1][1].keys():
+        if self._pairs and self._shards.any(moved.keys() != self._pairs[-1][1].keys()):
             self._pairs.clear()
         self._pairs.append(({n: before[n] for n in moved}, moved))
         self._bounds.append(bound)
@@ -55,11 +62,16 @@ class Anderson:
         if self._wait > 0:
             self._wait -= 1
             return None
-        if len(self._pairs) < 2 or not moved or not self._creeps():
+        if len(self._pairs) < 2 or not self._creeps() or not self._shards.any(bool(moved)):
             return None
         weights = self._weights(moved)
         if weights is None:
             return None
+        mixed: dict[str, Belief] | None = self._mixed(moved, weights)
+        return None if self._shards.any(mixed is None) else mixed
+
+    def _mixed(self, moved: Mapping[str, Belief], weights: list[float]) -> dict[str, Belief] | None:
+        """The weighted sums of the sweeps' ends, if all are proper."""
         mixed = {}
         for name, belief in moved.items():
             parts = [y[name].tensors for _, y in self._pairs]
@@ -86,18 +98,28 @@ class Anderson:
         self._wait = 0 if taken else min(2**self._refusals - 1, 15)
 
     def _weights(self, moved: Mapping[str, Belief]) -> list[float] | None:
-        residuals = torch.stack([_residual(x, y, moved) for x, y in self._pairs])
-        last = residuals[-1]
-        steps = residuals[:-1] - last
-        gram = steps @ steps.mT
+        products = self._products({n: b for n, b in moved.items() if n not in self._own})
+        if self._own:
+            own = self._products({n: b for n, b in moved.items() if n in self._own})
+            products = products + self._shards.total(own)
+        gram, slope = products[:, :-1], products[:, -1]
         size = float(gram.diagonal().mean())
         if not size > 0:
             return None
         ridge = _RIDGE * size * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        a = -torch.linalg.solve(gram + ridge, steps @ last)
+        a = -torch.linalg.solve(gram + ridge, slope)
         if not bool(a.isfinite().all()):
             return None
         return [*a.tolist(), 1 - float(a.sum())]
+
+    def _products(self, moved: Mapping[str, Belief]) -> Tensor:
+        """Inner products of the differences from the last residual: with each other, and with it."""
+        if not moved:
+            return torch.zeros(len(self._pairs) - 1, len(self._pairs), dtype=torch.float64)
+        residuals = torch.stack([_residual(x, y, moved) for x, y in self._pairs])
+        last = residuals[-1]
+        steps = residuals[:-1] - last
+        return steps @ torch.cat([steps, last[None]]).mT
 
 
 def _residual(

@@ -7,17 +7,20 @@ factors first climb, as points and without draws, the log joint density of u = l
     sum_a log p_a(e^u)  +  <message of the other factors, T(e^u)>  +  u,
 
 which has a mode where that of x itself would be at zero (a Gamma prior of shape below one). The beliefs
-then begin around it, narrow; what they are to become is for the steps to find.
+then begin around it, narrow; what they are to become is for the steps to find. Of several processes the
+sites that they share and those of each climb in turns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_cvi.distributed import Shards
 from pyro_cvi.families import GAMMA, INVERSE_GAMMA
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import apart, around
@@ -35,6 +38,8 @@ _FAR = 15.0
 """How far log x may move: a factor of three million."""
 _LOST = 10.0
 """What a point without a finite density counts for, in units of the best value's size."""
+_TURNS = 5
+"""Climbs of the sites that processes share, and of their own, where there are both."""
 _GAIN = 0.01
 """Nats for every scalar in a round below which the climb ends."""
 
@@ -56,33 +61,62 @@ def climb(
     if not blocks:
         return
     first = _first(evaluator, sampler, blocks)
-    logs = {n: torch.zeros_like(u).requires_grad_() for n, u in first.items()}
+    logs = {n: torch.zeros_like(u) for n, u in first.items()}
     messages = {b.name: _message(evaluator, b) for b in blocks}
 
-    def log_joint() -> Tensor:
-        points = {n: (first[n] + u.clamp(-_FAR, _FAR)).exp() for n, u in logs.items()}
+    def log_joint(moved: Mapping[str, Tensor]) -> Tensor:
+        now = {**logs, **moved}
+        points = {n: (first[n] + u.clamp(-_FAR, _FAR)).exp() for n, u in now.items()}
         total = sampler.at_points(evaluator, points)
         for b in blocks:
             statistics = b.family.sufficient_statistics(points[b.name])
-            total = total + b.family.inner(messages[b.name], statistics).sum() + logs[b.name].sum()
+            exact = b.family.inner(messages[b.name], statistics).sum() + now[b.name].sum()
+            total = total + exact * sampler.share_of(b)
         return total
 
-    best, found = -torch.inf, {n: u.detach().clone() for n, u in logs.items()}
+    shared = [n for n in logs if n not in sampler.own]
+    groups = [g for g in (shared, [n for n in logs if n in sampler.own]) if g]
+    for _ in range(_TURNS if len(groups) > 1 else 1):
+        for names in groups:
+            shards = sampler.shards if names is shared else Shards()
+            start = {n: logs[n] for n in names}
+            logs |= _highest(log_joint, start, shards, rounds=rounds, steps=steps)
+    for b in blocks:
+        latent = evaluator.plan.latents[b.sites[0]]
+        point = (first[b.name] + logs[b.name].clamp(-_FAR, _FAR)).exp()
+        natural = around(latent, point.reshape(latent.shape))
+        assert natural is not None
+        evaluator.set(b.name, FamilyBelief(b.family, natural))
+
+
+def _highest(
+    log_joint: Callable[[Mapping[str, Tensor]], Tensor],
+    start: Mapping[str, Tensor],
+    shards: Shards,
+    *,
+    rounds: int,
+    steps: int,
+) -> dict[str, Tensor]:
+    """Where a function, summed over processes, is highest; by L-BFGS."""
+    logs = {n: u.clone().requires_grad_() for n, u in start.items()}
+    best, found = -torch.inf, dict(start)
 
     def closure() -> Tensor:
         nonlocal best, found
-        value = log_joint()
-        now = float(value.detach())
+        here = log_joint(logs)
+        own = torch.autograd.grad(-here, list(logs.values()), allow_unused=True)
+        grads = [or_zeros(g, u) for g, u in zip(own, logs.values(), strict=True)]
+        value, *grads = shards.sums([here.detach(), *grads])
+        now = float(value)
         if now > best:
             best, found = now, {n: u.detach().clone() for n, u in logs.items()}
         elif not now > -torch.inf:  # too far along a line: a loss from which the search comes back
             for u in logs.values():
                 u.grad = torch.zeros_like(u)
             return torch.tensor(_LOST * (abs(best) + 1), dtype=value.dtype)
-        grads = torch.autograd.grad(-value, list(logs.values()), allow_unused=True)
         for u, g in zip(logs.values(), grads, strict=True):
-            u.grad = or_zeros(g, u).nan_to_num(0.0, 0.0, 0.0)
-        return -value.detach()
+            u.grad = g.nan_to_num(0.0, 0.0, 0.0)
+        return -value
 
     least = _GAIN * sum(u.numel() for u in logs.values())
     optimiser = torch.optim.LBFGS(
@@ -94,12 +128,7 @@ def climb(
             optimiser.step(closure)
         if not best - before > least:
             break
-    for b in blocks:
-        latent = evaluator.plan.latents[b.sites[0]]
-        point = (first[b.name] + found[b.name].clamp(-_FAR, _FAR)).exp()
-        natural = around(latent, point.reshape(latent.shape))
-        assert natural is not None
-        evaluator.set(b.name, FamilyBelief(b.family, natural))
+    return found
 
 
 def _first(evaluator: Evaluator, sampler: Sampler, blocks: list[Block]) -> dict[str, Tensor]:
@@ -129,10 +158,13 @@ def _first(evaluator: Evaluator, sampler: Sampler, blocks: list[Block]) -> dict[
         return mean if real and bool(mean.isfinite().all()) else None
 
     values = sampler.call.ancestral(choose)
-    return {
+    found = {
         b.name: values[b.sites[0]].log().reshape(evaluator.beliefs[b.name].tensors[0].shape)
         for b in blocks
     }
+    shared = [n for n in found if n not in sampler.own]
+    alike = sampler.shards.from_first([found[n] for n in shared])
+    return {**found, **dict(zip(shared, alike, strict=True))}
 
 
 def _message(evaluator: Evaluator, block: Block) -> tuple[Tensor, ...]:

@@ -4,12 +4,14 @@
 
 Blocks outside of these plates get the same message on every rank and take the same step; those inside
 are each rank's own. Nothing else is sent, so that the fit is that of one process with all data, up to
-the order of summation.
+the order of summation. What is drawn outside of these plates is drawn alike on every rank, from the
+first one's random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +66,59 @@ class Shards:
         (result,) = self.sums([x])
         return result
 
+    @property
+    def count(self) -> int:
+        """How many processes there are; one, if nothing is spread."""
+        return dist.get_world_size() if self.plates else 1
+
+    def number(self, x: float) -> float:
+        """The sum of one number over all processes."""
+        return self.numbers([x])[0]
+
+    def numbers(self, x: Sequence[float]) -> list[float]:
+        """The sum of each number over all processes."""
+        if not self.plates:
+            return list(x)
+        found: list[float] = self.total(
+            torch.tensor(x, dtype=torch.float64, device=_device())
+        ).tolist()
+        return found
+
+    def any(self, fact: bool) -> bool:
+        """Whether something holds in any process."""
+        return self.number(float(fact)) > 0
+
+    def seed(self, seed: int) -> int:
+        """The first process's seed."""
+        if not self.plates:
+            return seed
+        (result,) = self.from_first([torch.tensor(seed, device=_device())])
+        return int(result)
+
+    def differ(self, mark: int) -> bool:
+        """Whether a checksum is not the same in all processes."""
+        return bool(self.plates) and self.any(self.seed(mark) != mark)
+
+    def align(self) -> None:
+        """Let every process draw next what the first one would."""
+        if not self.plates:
+            return
+        (state,) = self.from_first([torch.get_rng_state().to(_device())])
+        torch.set_rng_state(state.cpu())
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(int(torch.randint(2**31, ())))
+
+    @contextmanager
+    def own_randomness(self) -> Iterator[None]:
+        """Inside, each process draws random numbers of its own; their common ones go on after it."""
+        if not self.plates:
+            yield
+            return
+        seed = int(torch.randint(2**31, ()))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed + 2**31 * (1 + dist.get_rank()))
+            yield
+
     def from_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first process's tensors, on all of them."""
         result = [t.detach().clone().contiguous() for t in tensors]
@@ -71,3 +126,8 @@ class Shards:
             for t in result:
                 dist.broadcast(t, 0)
         return result
+
+
+def _device() -> torch.device:
+    """Where tensors are that the process group sends."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -11,8 +11,9 @@ same bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -22,6 +23,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.prepared import prepare
@@ -31,7 +33,7 @@ from pyro_cvi.prediction import carried
 from pyro_cvi.recognition import OnePlate, Recognition
 from pyro_cvi.sweep import Sweeper
 
-__all__ = ["Draw", "HybridGuide", "Others", "split"]
+__all__ = ["Draw", "HybridGuide", "Others", "of_elements", "split"]
 
 
 _ROUNDS, _SETTLED = 50, 1e-6
@@ -116,21 +118,44 @@ def split(guide: Any) -> tuple[AutoCVI, AutoGuideList | None]:
     return own[0], guide
 
 
+class Density(NamedTuple):
+    """log q(r) of some sites of the other guides.
+
+    `entropy` is the part of `log_q` whose gradient counts, `score` the log density of sites through
+    whose draws none comes.
+    """
+
+    log_q: Tensor
+    entropy: Tensor
+    score: Tensor
+
+    def plus(self, site: Any) -> Density:
+        """With a site of a trace more."""
+        parts = site["score_parts"]
+        for_score, for_entropy = (
+            x.sum() if isinstance(x, Tensor) else x
+            for x in (parts.score_function, parts.entropy_term)
+        )
+        return Density(
+            self.log_q + site["log_prob_sum"], self.entropy + for_entropy, self.score + for_score
+        )
+
+
 @dataclass(frozen=True)
 class Draw:
     """One draw of the other guides.
 
-    `entropy` is the part of `log_q` = log q(r) whose gradient counts, `score` the log density of sites
-    through whose draws none comes. `parameters` are unconstrained leaves; `plates` those around the
-    sites, and `shared` says that some site is in none. `along` are mean parameters of CVI's blocks that
-    the values are functions of, one mapping for each `Recognition`.
+    `own` is the density of sites in plates that are spread over processes, `common` that of the others.
+    `parameters` are unconstrained leaves, of which the `local` are of elements of this process;
+    `plates` those around the sites, and `shared` says that some site is in none. `along` are mean
+    parameters of CVI's blocks that the values are functions of, one mapping for each `Recognition`.
     """
 
     values: Mapping[str, Tensor]
-    log_q: Tensor
-    entropy: Tensor
-    score: Tensor
+    own: Density
+    common: Density
     parameters: Mapping[str, Tensor]
+    local: frozenset[str]
     indices: Window
     plates: frozenset[str]
     shared: bool
@@ -148,40 +173,74 @@ class Others:
     def __init__(self, guide: AutoGuideList, own: AutoCVI) -> None:
         self._guide, self._own = guide, own
 
-    def draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> Draw:
-        """Sample them, with the elements `chosen` for plates that would draw theirs."""
-        with poutine.block(), _Chosen(chosen), OnePlate() as plates:
+    def draw(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window, shards: Shards
+    ) -> Draw:
+        """Sample them, with the elements `chosen` for plates that would draw theirs.
+
+        All processes draw the sites alike that are in no plate that is spread.
+        """
+        shards.align()
+        with poutine.block(), _Streams(shards), _Chosen(chosen), OnePlate() as plates:
             run = poutine.trace(_run_others)
             trace = run.get_trace(self._guide, self._own, args, kwargs)
         trace.compute_score_parts()
         zero = torch.zeros(())
-        log_q, entropy, score = zero, zero, zero
+        own = common = Density(zero, zero, zero)
         values, shared = _values(trace), False
         for name, site in trace.nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             if name in values and not any(f.vectorized for f in site["cond_indep_stack"]):
                 shared = True
-            log_q = log_q + site["log_prob_sum"]
-            parts = site["score_parts"]
-            for_score, for_entropy = parts.score_function, parts.entropy_term
-            score = score + (for_score.sum() if isinstance(for_score, Tensor) else for_score)
-            entropy = entropy + (
-                for_entropy.sum() if isinstance(for_entropy, Tensor) else for_entropy
-            )
+            if shards.hold(_names(site)):
+                own = own.plus(site)
+            else:
+                common = common.plus(site)
         leaves = {
             n: s["value"].unconstrained() for n, s in trace.nodes.items() if s["type"] == "param"
         }
         leaves = {n: p for n, p in leaves.items() if p.requires_grad}
         return Draw(
-            values, log_q, entropy, score, leaves, dict(plates.seen), _plates_of(trace), shared,
-            self._along(),
+            values, own, common, leaves, of_elements(trace, shards), dict(plates.seen),
+            _plates_of(trace), shared, self._along(),
         )  # fmt: skip
 
     def _along(self) -> tuple[Mapping[str, tuple[Tensor, ...]], ...]:
         """The mean parameters of CVI's blocks that the last draw is a function of."""
         parts = [p._guide for p in self._guide if isinstance(p, AutoCallable)]
         return tuple(p.shared for p in parts if isinstance(p, Recognition) and p.shared)
+
+
+class _Streams(Messenger):
+    """In plates that are spread each process draws with its own numbers, elsewhere with common ones."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self._shards, self._stack = shards, ExitStack()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if self._shards.hold(_names(msg) | {msg["name"]}):
+            self._stack.enter_context(self._shards.own_randomness())
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        self._stack.close()
+
+
+def _names(site: Any) -> frozenset[str]:
+    """The plates around a site."""
+    return frozenset(f.name for f in site["cond_indep_stack"] if f.vectorized)
+
+
+def of_elements(trace: Any, shards: Shards) -> frozenset[str]:
+    """The parameters of elements of a spread plate: those that are read inside, with an event_dim."""
+    return frozenset(
+        n
+        for n, s in trace.nodes.items()
+        if s["type"] == "param"
+        and s["kwargs"].get("event_dim") is not None
+        and shards.hold(_names(s))
+    )
 
 
 def _values(trace: Any) -> dict[str, Tensor]:

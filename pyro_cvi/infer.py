@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -28,14 +29,15 @@ from pyro_cvi.averaging import ERROR
 from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
-from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.evaluator import Evaluator, is_own
+from pyro_cvi.graph.particles import Particles
 from pyro_cvi.graph.prepared import Prepared, is_stream
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
-from pyro_cvi.hybrid import Draw, Others, split
+from pyro_cvi.hybrid import Draw, Others, of_elements, split
 from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
@@ -71,6 +73,14 @@ class RunResult:
     times: list[float] = field(default_factory=list)
 
 
+class _Given(NamedTuple):
+    """The model given a draw of the other guides, if there are any, and its analysis."""
+
+    model: Callable[..., Any]
+    draw: Draw | None
+    prepared: Prepared
+
+
 class CVI:
     """Conjugate-computation variational inference, with the call shape of `pyro.infer.SVI`.
 
@@ -82,7 +92,9 @@ class CVI:
             posterior needs none.
         loss: accepted for the sake of swapping; one of Trace_ELBO, TraceMeanField_ELBO,
             TraceEnum_ELBO, TraceGraph_ELBO (they are the same objective). As with SVI,
-            `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws.
+            `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws. Its `num_particles` is the
+            number of draws of other guides a step: bound, gradients and messages are means over them, at
+            the price of so many steps.
         minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
             with all of them, as long as the batches of a pass are those of the pass before and fit into
             memory; "stochastic" is the paper's rule (SVI on a conjugate model), which keeps nothing and
@@ -162,11 +174,12 @@ class CVI:
         self._pending: dict[str, Tensor] = {}
         self._resumes = False
         self.loss: Callable[..., float] = (Trace_ELBO() if loss is None else loss).loss
+        drawn = loss is not None and self._others is not None
+        self._particles: int = loss.num_particles if loss is not None and drawn else 1
         self._evaluator: tuple[Prepared, Evaluator] | None = None
         self.sampling = Sampling(num_samples, antithetic, fisher)
         self.shards = Shards.of(shards)
-        self._sweeper = Sweeper(minibatch, delay, forget, seed, memory)
-        self._sweeper.seeded = not self.shards.plates
+        self._sweeper = Sweeper(minibatch, delay, forget, seed, memory, self.shards)
         self._moved = math.inf
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,20 +236,25 @@ class CVI:
         chosen = sweeper.chosen(self._own.prepared)
         if self._resumes:
             self._resume(args, kwargs, chosen)
-        model, draw, prepared = self._prepared(args, kwargs, chosen, unchanged=unchanged)
+        elif self.shards.plates and sweeper.time == 0:
+            self._share_parameters(args, kwargs, chosen)
+        given = self._prepared(args, kwargs, chosen, unchanged=unchanged)
+        model, draw, prepared = given[0]
         self._check_params(prepared)
-        if self.shards.plates:
-            self._check_shards(prepared, draw)
+        self._check_particles(prepared)
+        if self.shards.plates and sweeper.time == 0:
+            self._check_shards(prepared)
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
             sweeper.is_stream = bool(self.shards.plates) or is_stream(prepared, model, args, kwargs)
         sweeper.beside = frozenset() if draw is None else draw.plates
         sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
+        draws = [g.draw for g in given if g.draw is not None]
         sweeper.along = None
-        if draw is not None and draw.along:
-            sweeper.along = partial(self._along, draw)
+        if any(d.along for d in draws):
+            sweeper.along = partial(self._along, draws)
         before, control = self._own.beliefs(), dict(sweeper.control)
         try:
-            evaluator = self._evaluator_for(prepared)
+            evaluator = self._evaluator_of(given)
             if self.shards.plates and sweeper.time == 0:
                 self._share_start(evaluator)
             sweeper.narrow(evaluator)
@@ -244,8 +262,8 @@ class CVI:
             sweeper.located = self._own.located
             unseen = self._own.has_unseen()
             sweeper.sweep(evaluator, prepared, sampler, fitted=fitted, unseen=unseen)
-            elbo = evaluator.elbo() + sweeper.sampled_value
-            elbo -= 0.0 if draw is None else self._summed(draw.log_q)
+            elbos = self._elbos(evaluator, given, sweeper.sampled_value)
+            elbo = sum(elbos) / len(elbos)
             finite = all(
                 evaluator.beliefs[b.name].is_finite()
                 for b in prepared.plan.blocks
@@ -254,7 +272,7 @@ class CVI:
             if not math.isfinite(elbo) or not finite:
                 raise CVIError(self._not_finite(evaluator, elbo))
             if prepared.plan.learns:
-                self._learn(evaluator, prepared, sampler, draw, elbo)
+                self._learn(evaluator, prepared, sampler, [g.draw for g in given], elbos)
         except BaseException:
             self._evaluator = None
             sweeper.undo(control)
@@ -267,7 +285,7 @@ class CVI:
         self._moved = math.inf
         if settled:
             moved = kl_of(before, evaluator.beliefs)
-            self._moved = float(self.shards.total(torch.tensor(moved, dtype=torch.float64)))
+            self._moved = self.shards.number(moved)
         sweeper.done(prepared)
         return -elbo
 
@@ -280,20 +298,25 @@ class CVI:
         evaluator, random = self._evaluator, torch.get_rng_state()
         try:
             with torch.enable_grad(), self._own.undone_on_error(always=True):
-                model, draw, prepared = self._prepared(args, kwargs, {}, fitting=False)
-                found = self._evaluator_for(prepared)
+                given = self._prepared(args, kwargs, {}, fitting=False)
+                model, _, prepared = given[0]
+                self._check_particles(prepared)
+                found = self._evaluator_of(given)
                 if prepared.has_local:
                     noisy = prepared.plan.noisy()
                     self._sweeper.settle(found, noisy)
                     if noisy:
-                        other = Sweeper("stochastic", 1.0, 0.7, self._sweeper.seed)
+                        other = Sweeper(
+                            "stochastic", 1.0, 0.7, self._sweeper.seed, shards=self.shards
+                        )
                         sampler = self._sampler(prepared, args, kwargs, model)
                         other.settle_sampled(
                             found, sampler, noisy, SAMPLED_ROUNDS, SAMPLED_SETTLED,
                             fresh=self._own.has_unseen(),
                         )  # fmt: skip
-                loss = -self._elbo(found, model, prepared, args, kwargs)
-                loss += 0.0 if draw is None else self._summed(draw.log_q)
+                sampled = self._sampled_value(found, model, prepared, args, kwargs)
+                elbos = self._elbos(found, given, sampled)
+                loss = -sum(elbos) / len(elbos)
             if not prepared.plan.stochastic and not prepared.plan.sampled_sites():
                 torch.set_rng_state(random)
             return loss
@@ -385,8 +408,7 @@ class CVI:
             # finds a change (a model of random data), in every step.
             unchanged = not _is_power_of_four(i) and 0 < i < num_steps - 1 and not changes
             plan = self._own.prepared
-            # A run ends with a plain sweep. Mixtures of sweeps are not those of other processes.
-            self._sweeper.accelerated = i < num_steps - 1 and not self.shards.plates
+            self._sweeper.accelerated = i < num_steps - 1  # a run ends with a plain sweep
             last = None if bar is not None else (result.losses or [math.inf])[-1]
             loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
             changes = changes or (i > 0 and plan is not self._own.prepared)
@@ -447,7 +469,7 @@ class CVI:
         if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 2:
             raise CVIError(f"num_groups is {num_groups!r}; expected an integer of at least 2")
         with torch.enable_grad(), self._own.undone_on_error(always=True):
-            model, _, prepared = self._prepared(args, kwargs, {}, fitting=False)
+            model, _, prepared = self._prepared(args, kwargs, {}, fitting=False)[0]
             sampler = self._sampler(prepared, args, kwargs, model)
             evaluator = Evaluator(prepared.plan, self._own.beliefs())
             seed = self._sweeper.seed
@@ -499,6 +521,7 @@ class CVI:
             )  # fmt: skip
         self._own.resume(state["posterior"])
         self._sweeper, self._baseline = state["sweeper"], state["baseline"]
+        self._sweeper.shards = self.shards
         if self.optim is not None and state["optimiser"] is not None:
             self.optim.set_state(state["optimiser"])
         self._pending = state["parameters"]
@@ -508,6 +531,17 @@ class CVI:
     def _resume(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> None:
         """Find the parameters of a fit that was loaded, and the plan; draw no random numbers for it."""
         random, self._resumes = torch.get_rng_state(), False
+        model, leaves, _ = self._parameters(args, kwargs, chosen)
+        self._restore_parameters(leaves)
+        known = self._own.prepared
+        if known is not None and not known.plan.stochastic and not known.plan.learns:
+            self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
+        torch.set_rng_state(random)
+
+    def _parameters(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
+    ) -> tuple[Callable[..., Any], dict[str, Tensor], frozenset[str]]:
+        """The model given a draw of the other guides; parameters of all; those of local elements."""
         model, draw = self._given(args, kwargs, chosen)
         leaves = dict({} if draw is None else draw.parameters)
         with poutine.block(), poutine.trace(param_only=True) as handler:
@@ -515,11 +549,33 @@ class CVI:
         for name, site in handler.trace.nodes.items():
             if site["type"] == "param":
                 leaves[name] = site["value"].unconstrained()
-        self._restore_parameters(leaves)
-        known = self._own.prepared
-        if known is not None and not known.plan.stochastic and not known.plan.learns:
-            self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
+        local = of_elements(handler.trace, self.shards)
+        return model, leaves, local if draw is None else local | draw.local
+
+    def _share_parameters(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
+    ) -> None:
+        """All processes begin with the parameters of the first one; no random number is used up."""
+        random = torch.get_rng_state()
+        _, leaves, local = self._parameters(args, kwargs, chosen)
         torch.set_rng_state(random)
+        shared = {n: leaves[n] for n in sorted(leaves) if n not in local}
+        shapes = {n: tuple(p.shape) for n, p in shared.items()}
+        if self.shards.differ(zlib.crc32(repr(shapes).encode())):
+            raise CVIError(
+                message(
+                    f"shards={sorted(self.shards.plates)}",
+                    f"other processes have other parameters than {shapes}",
+                    "the same parameters and shapes in all processes, but for those of single elements",
+                    "give parameters of elements their event_dim, inside of the plate: "
+                    'pyro.param("loc", torch.zeros(len(x)), event_dim=0)',
+                )
+            )
+        with torch.no_grad():
+            for p, first in zip(
+                shared.values(), self.shards.from_first(list(shared.values())), strict=True
+            ):
+                p.copy_(first)
 
     def _restore_parameters(self, leaves: Mapping[str, Tensor]) -> None:
         """Give parameters the values of a fit that was loaded."""
@@ -642,18 +698,46 @@ class CVI:
         self._evaluator = (prepared, evaluator)
         return evaluator
 
+    def _evaluator_of(self, given: Sequence[_Given]) -> Evaluator:
+        """The evaluator of the model, or of its mean over draws of the other guides."""
+        first = self._evaluator_for(given[0].prepared)
+        if len(given) == 1:
+            return first
+        others = [Evaluator(g.prepared.plan, first.beliefs, self.shards) for g in given[1:]]
+        return Particles([first, *others])
+
+    def _elbos(self, evaluator: Evaluator, given: Sequence[_Given], sampled: float) -> list[float]:
+        """The ELBO given each draw of the other guides; `sampled` is its part from sampled factors."""
+        return [
+            part.elbo() + sampled - (0.0 if g.draw is None else self._log_q(g.draw))
+            for part, g in zip(evaluator.parts, given, strict=True)
+        ]
+
+    def _check_particles(self, prepared: Prepared) -> None:
+        sampled = sorted(prepared.plan.sampled_sites())
+        if self._particles > 1 and sampled:
+            raise CVIError(
+                message(
+                    "CVI", f"loss has num_particles={self._particles}, and {sampled[:3]} are sampled",
+                    "one draw of the other guides a step where factors of AutoCVI's sites are sampled",
+                    "CVI(model, guide, num_samples=...) for more draws of these sites, and "
+                    "num_particles=1",
+                )
+            )  # fmt: skip
+
     def _given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
     ) -> tuple[Callable[..., Any], Draw | None]:
         """The model given a draw of the other guides, if there are any."""
         if self._others is None:
             return self.model, None
-        draw = self._others.draw(args, kwargs, chosen)
+        draw = self._others.draw(args, kwargs, chosen, self.shards)
         return draw.given(self.model), draw
 
-    def _summed(self, x: Tensor) -> float:
-        """A number that each process has for its own elements, over all of them."""
-        return float(self.shards.total(x.detach().double()))
+    def _log_q(self, draw: Draw) -> float:
+        """log q of a draw of the other guides, over all processes."""
+        own, common = (float(d.log_q.detach()) for d in (draw.own, draw.common))
+        return self.shards.number(own) + common
 
     def _share_start(self, evaluator: Evaluator) -> None:
         """All processes begin where the first one does."""
@@ -664,25 +748,39 @@ class CVI:
                 assert new is not None
                 evaluator.set(block.name, new)
 
-    def _check_shards(self, prepared: Prepared, draw: Draw | None) -> None:
-        """What several processes can share: exact messages and quadrature."""
+    def _check_shards(self, prepared: Prepared) -> None:
+        """One plan in all processes, in which no factor joins elements of several."""
+        plan, where = prepared.plan, f"shards={sorted(self.shards.plates)}"
         unknown = sorted(self.shards.plates - set(prepared.sizes))
-        sampled = sorted(prepared.plan.sampled_sites())
-        shared = draw is not None and draw.shared
-        if not unknown and not sampled and not shared:
-            return
-        found = f"the model has no plate {unknown[:1]}"
-        expected, remedy = f"one of {sorted(prepared.sizes)}", "name the plate of the rows"
-        if not unknown:
-            what = (
-                f"sites {sampled[:3]} are sampled"
-                if sampled
-                else "another guide draws shared sites"
+        if unknown:
+            raise CVIError(
+                message(
+                    where, f"the model has no plate {unknown[:1]}",
+                    f"one of {sorted(prepared.sizes)}", "name the plate of the rows",
+                )
+            )  # fmt: skip
+        own = {b.name for b in plan.blocks if is_own(plan, self.shards, b)}
+        joined = [f for f in plan.factors if f.blocks & own and not self.shards.hold(f.plates)]
+        if joined:
+            raise CVIError(
+                message(
+                    f"factor '{joined[0].name}'",
+                    f"it is outside of the plates {where}, and reads {sorted(joined[0].blocks & own)} "
+                    "inside of them, of which other processes have other elements",
+                    "factors of single elements",
+                    "put its statement inside of the plate, or fit in one process",
+                )
             )
-            found = f"{what}, and processes have draws of their own"
-            expected = "messages that are exact or by quadrature, and guides of single rows beside"
-            remedy = "fit in one process, or write the factor in operations that explain() lists"
-        raise CVIError(message(f"shards={sorted(self.shards.plates)}", found, expected, remedy))
+        parts = [(b.name, b.family.name, b.structure) for b in plan.blocks]
+        how = [(f.name, sorted((s, h.kind) for s, h in f.how.items())) for f in plan.factors]
+        if self.shards.differ(zlib.crc32(repr((parts, how)).encode())):
+            raise CVIError(
+                message(
+                    where, "the model has another plan in other processes",
+                    "one model, of which only the elements of these plates differ",
+                    "compare print(pyro_cvi.explain(model, *args)) of the processes",
+                )
+            )  # fmt: skip
 
     def _alone(self, what: str) -> AutoCVI:
         """CVI's own guide, where it is the only one."""
@@ -699,17 +797,22 @@ class CVI:
 
     def _prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window, **options: bool
-    ) -> tuple[Callable[..., Any], Draw | None, Prepared]:
-        """The model given a draw of the other guides, the draw, and the analysis of that model.
+    ) -> list[_Given]:
+        """The model given each draw of the other guides, the draw, and the analysis of that model.
 
-        Plates see the elements of the other guides where these have opened them.
+        Plates see the elements of the other guides where these have opened them, and the same for each
+        draw. The first one is what the guide knows of the model.
         """
-        model, draw = self._given(args, kwargs, chosen)
-        prepared = self._own.prepare(
-            model, args, kwargs, chosen if draw is None else {**chosen, **draw.indices},
-            beside=None if draw is None else draw.parameters, spread=self.shards.plates, **options,
-        )  # fmt: skip
-        return model, draw, prepared
+        found: list[_Given] = []
+        for _ in range(self._particles):
+            model, draw = self._given(args, kwargs, chosen)
+            prepared = self._own.prepare(
+                model, args, kwargs, chosen if draw is None else {**chosen, **draw.indices},
+                beside=None if draw is None else draw.parameters, spread=self.shards.plates, **options,
+            )  # fmt: skip
+            found.insert(0, _Given(model, draw, prepared))
+            chosen = {**chosen, **prepared.subsample}
+        return found
 
     def _sampler(
         self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -719,9 +822,9 @@ class CVI:
         model = self.model if model is None else model
         plan = prepared.plan
         call = Call(model, args, kwargs, plan.latents, prepared.nesting, prepared.subsample)
-        return Sampler(plan, call, self.sampling)
+        return Sampler(plan, call, self.sampling, self.shards)
 
-    def _elbo(
+    def _sampled_value(
         self,
         evaluator: Evaluator,
         model: Callable[..., Any],
@@ -729,12 +832,11 @@ class CVI:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> float:
-        elbo = evaluator.elbo()
-        if prepared.plan.sampled_sites():
-            sampler = self._sampler(prepared, args, kwargs, model)
-            seed = self._sweeper.seed
-            elbo += sampler.estimate(evaluator, {}, gradient=False, seed=seed).value
-        return elbo
+        """The part of the ELBO from sampled factors, by new draws."""
+        if not prepared.plan.sampled_sites():
+            return 0.0
+        sampler = self._sampler(prepared, args, kwargs, model)
+        return sampler.estimate(evaluator, {}, gradient=False, seed=self._sweeper.seed).value
 
     def _is_converged(self, losses: list[float], tol: float) -> bool:
         plan = self._own.plan
@@ -772,23 +874,27 @@ class CVI:
 
     # --- parameters --------------------------------------------------------------------------------
 
-    def _along(self, draw: Draw, evaluator: Evaluator) -> dict[str, list[Tensor | None]]:
-        """What the bound gains by the draw's dependence on CVI's own blocks: see `Recognition`.
+    def _along(self, draws: Sequence[Draw], evaluator: Evaluator) -> dict[str, list[Tensor | None]]:
+        """What the bound gains by the draws' dependence on CVI's own blocks: see `Recognition`.
 
         For each block a gradient in its mean parameters, as its messages are.
         """
         spread, rest = evaluator.split_expectations()
-        bound = spread + rest - draw.entropy
+        for draw in draws:
+            spread = spread - draw.own.entropy / len(draws)
+            rest = rest - draw.common.entropy / len(draws)
         found: dict[str, list[Tensor | None]] = {}
-        for leaves in draw.along:
+        for leaves in (x for draw in draws for x in draw.along):
             flat = [x for own in leaves.values() for x in own]
-            grads = list(torch.autograd.grad(bound, flat, retain_graph=True, allow_unused=True))
+            grads = _gradients(rest, flat)
+            own = _gradients(spread, flat)
             if self.shards.plates:
-                pairs = zip(grads, flat, strict=True)
-                grads = list(self.shards.sums([or_zeros(g, x) for g, x in pairs]))
-            for name, own in leaves.items():
-                new, grads = grads[: len(own)], grads[len(own) :]
-                old = found.get(name, [None] * len(own))
+                pairs = zip(own, flat, strict=True)
+                own = list(self.shards.sums([or_zeros(g, x) for g, x in pairs]))
+            grads = [sum_gradients(a, b) for a, b in zip(grads, own, strict=True)]
+            for name, tensors in leaves.items():
+                new, grads = grads[: len(tensors)], grads[len(tensors) :]
+                old = found.get(name, [None] * len(tensors))
                 found[name] = [sum_gradients(a, b) for a, b in zip(old, new, strict=True)]
         return found
 
@@ -813,7 +919,7 @@ class CVI:
 
     def _learn(
         self, evaluator: Evaluator, prepared: Prepared, sampler: Callable[[], Sampler],
-        draw: Draw | None, elbo: float,
+        draws: Sequence[Draw | None], elbos: Sequence[float],
     ) -> None:  # fmt: skip
         """One step of the user's optimiser on the parameters, with the posterior held fixed.
 
@@ -828,24 +934,32 @@ class CVI:
         prior = evaluator.with_learnt_priors()
         spread, rest = evaluator.split_expectations()
         rest = prior + rest
-        if draw is not None:  # of the rows of this process
-            score = (elbo - self._expected(elbo)) * draw.score
-            spread = spread - draw.entropy + score
+        known = self._expected(sum(elbos) / len(elbos))
+        own_names = of_elements(prepared.trace, self.shards)
+        for draw, elbo in zip(draws, elbos, strict=True):
+            if draw is not None:
+                own_names |= draw.local
+                own_score = (elbo - known) * draw.own.score
+                common_score = (elbo - known) * draw.common.score
+                spread = spread + (own_score - draw.own.entropy) / len(draws)
+                rest = rest + (common_score - draw.common.entropy) / len(draws)
         if not self.shards.plates:
             spread, rest = spread + rest, torch.zeros(())
+        local = [i for i, n in enumerate(prepared.parameters) if n in own_names]
         for part, summed in ((spread, True), (rest, False)):
-            own: list[Tensor | None] = [None] * len(leaves)
-            if part.requires_grad:
-                own = list(torch.autograd.grad(part, leaves, retain_graph=True, allow_unused=True))
+            own = _gradients(part, leaves)
             if summed and self.shards.plates:
-                pairs = zip(own, leaves, strict=True)
-                own = list(self.shards.sums([or_zeros(g, p) for g, p in pairs]))
+                at = [i for i in range(len(leaves)) if i not in local]
+                sums = self.shards.sums([or_zeros(own[i], leaves[i]) for i in at])
+                for i, total in zip(at, sums, strict=True):
+                    own[i] = total
             grads = [sum_gradients(g, h) for g, h in zip(grads, own, strict=True)]
         if prepared.plan.sampled_sites():
-            sampled = (
-                sampler().estimate(evaluator, self._sweeper.control, parameters=leaves).parameters
-            )
-            grads = [sum_gradients(a, b) for a, b in zip(grads, sampled, strict=True)]
+            estimate = sampler().estimate(
+                evaluator, self._sweeper.control, parameters=leaves, local=local,
+                seed=self._sweeper.next_seed(),
+            )  # fmt: skip
+            grads = [sum_gradients(a, b) for a, b in zip(grads, estimate.parameters, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
             if g is not None and not bool(g.isfinite().all()):
                 raise CVIError(
@@ -862,6 +976,13 @@ class CVI:
         for p in leaves:
             p.grad = torch.zeros_like(p)
         self._evaluator = None
+
+
+def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """d value / d leaves, keeping the graph."""
+    if not value.requires_grad:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(value, list(leaves), retain_graph=True, allow_unused=True))
 
 
 def _is_count(x: Any, least: int) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 from pyro_cvi.acceleration import Anderson
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
+from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
@@ -86,21 +87,23 @@ class Sweeper:
         delay, forget: of the stochastic rule, rho_t = (t + delay)^-forget for t = 0, 1, ...
         seed: of the draws; None takes torch's random state.
         memory: passes that the stochastic rule remembers at most, where its targets `drifts`.
+        shards: of several processes, which take the same steps and draw the same numbers.
     """
 
     def __init__(
         self, minibatch: str, delay: float, forget: float, seed: int | None = None,
-        memory: float = math.inf,
+        memory: float = math.inf, shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.minibatch, self.delay, self.forget = minibatch, delay, forget
         self.memory = memory
+        self.shards = shards or Shards()
         self.seed = seed
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.time = 0
         self.temperature = 1.0
         self.accelerated = False
         self.is_mixture = False
-        self.seeded = True
+        self.seeded = not self.shards.plates
         self.located: Collection[str] = ()
         self.is_stream = False
         self.drifts = False
@@ -145,13 +148,13 @@ class Sweeper:
 
     def fresh(self) -> Sweeper:
         """Another one with the same settings and other draws, and with nothing remembered."""
-        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed, self.memory)
+        new = Sweeper(self.minibatch, self.delay, self.forget, self.seed, self.memory, self.shards)
         new._seeds = self._seeds
         return new
 
     def next_seed(self) -> int:
         """Of the next draws."""
-        return int(torch.randint(2**31, (), generator=self._seeds))
+        return self.shards.seed(int(torch.randint(2**31, (), generator=self._seeds)))
 
     # --- minibatches -------------------------------------------------------------------------------
 
@@ -195,10 +198,15 @@ class Sweeper:
         plan, before = prepared.plan, dict(evaluator.beliefs)
         self._targets.clear()
         self.sampled_value = 0.0
-        evaluator.temperature = self.temperature
+        for part in evaluator.parts:
+            part.temperature = self.temperature
         noisy = plan.noisy()
         if self.time == 0 and not fitted and not noisy and self.seeded:
-            start(evaluator, self.deterministic, self.located)
+            first, *others = evaluator.parts
+            start(first, self.deterministic, self.located)
+            for part in others:
+                for name, belief in first.beliefs.items():
+                    part.set(name, belief)
         fresh = bool(noisy) and unseen
         if self.time == 0 and not fitted and noisy:
             fresh = False
@@ -220,7 +228,8 @@ class Sweeper:
         """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
         self.is_mixture = False
         if self._mapped is not evaluator.plan:  # another map, with other fixed points
-            self._anderson, self._mapped = Anderson(), evaluator.plan
+            own = frozenset(b.name for b in evaluator.plan.blocks if evaluator.is_own(b))
+            self._anderson, self._mapped = Anderson(self.shards, own), evaluator.plan
         plain, known = dict(evaluator.beliefs), evaluator.elbo()
         mixed = self._anderson.propose(before, {**plain, **self._targets}, known)
         if mixed is None:
@@ -253,7 +262,13 @@ class Sweeper:
         rounds: int = _MOST_ROUNDS,
         settled: float = _SETTLED,
     ) -> None:
-        """Bring the local blocks to their optimum given the others."""
+        """Bring the local blocks to their optimum given the others, and each draw of other guides."""
+        for part in evaluator.parts:
+            self._settle(part, noisy, rounds, settled)
+
+    def _settle(
+        self, evaluator: Evaluator, noisy: frozenset[str], rounds: int, settled: float
+    ) -> None:
         plan = evaluator.plan
         local = [
             b for b in plan.blocks if b.moves and b.name not in noisy and self.is_local(plan, b)
@@ -344,11 +359,10 @@ class Sweeper:
         alone = all(f.blocks - held == {block.name} for f in inside)
         scale = prepared.parts[plate].scale
         belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
-        whole, own = evaluator.message(block), evaluator.message(block, plate)
+        own, outside = evaluator.message(block, plate), evaluator.message(block, outside=plate)
+        whole = [sum_gradients(a, b) for a, b in zip(own, outside, strict=True)]
         batch = tuple(or_zeros(g, like) / scale for g, like in zip(own, leaves, strict=True))
-        rest = tuple(
-            or_zeros(w, like) - scale * g for w, g, like in zip(whole, batch, leaves, strict=True)
-        )
+        rest = tuple(or_zeros(g, like) for g, like in zip(outside, leaves, strict=True))
         gradient = memory.put(block.name, belief, batch, rest)
         if memory.is_mixed and not (exact and (alone or memory.is_whole)):
             self._seen_in_part(evaluator, block, whole, None, rate, exact)
@@ -646,14 +660,15 @@ class Sweeper:
         names = {b.name for b in local}
         if local and fresh:
             climb(evaluator, sampler, local, rounds=1, steps=_LOCAL_CLIMB)
-        for i in range(rounds if local else 0):
+        for i in range(rounds if self.shards.any(bool(local)) else 0):
             estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed(), only=names)
             moved, rho = 0.0, 1 / (2 + 0.5 * i)
             for b in local:
                 old = evaluator.beliefs[b.name]
                 self.noisy(evaluator, b, estimate.messages[b.name], rho)
                 moved = max(moved, float(old.kl(evaluator.beliefs[b.name])) / b.size)
-            if moved < settled * rho**2:  # a step of size rho goes rho of the way that is left
+            # A step of size rho goes rho of the way that is left. Seeds are drawn as often everywhere.
+            if not self.shards.any(moved >= settled * rho**2):
                 break
         for name in names:  # other elements the next time
             self.control.pop(name, None)
@@ -781,7 +796,10 @@ def _shake(evaluator: Evaluator) -> None:
         belief = evaluator.beliefs[block.name]
         if block.is_discrete and isinstance(belief, FamilyBelief):
             states, *others = belief.natural
-            moved = states.log_softmax(-1) + _SHAKE * torch.randn_like(states)
+            noise = torch.randn_like(states)
+            if not evaluator.is_own(block):
+                (noise,) = evaluator.shards.from_first([noise])
+            moved = states.log_softmax(-1) + _SHAKE * noise
             evaluator.set(block.name, FamilyBelief(belief.family, (moved, *others)))
 
 

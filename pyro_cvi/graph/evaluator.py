@@ -25,7 +25,7 @@ from pyro_cvi.linalg import broadcast_shapes, matvec, or_zeros, sum_gradients
 from pyro_cvi.structured import ProcessBelief
 from pyro_cvi.updates import Belief, FamilyBelief
 
-__all__ = ["Evaluator", "moments_of"]
+__all__ = ["Evaluator", "is_own", "moments_of"]
 
 Leaves = dict[str, tuple[Tensor, ...]]
 
@@ -55,6 +55,11 @@ def moments_of(plan: Plan, leaves: Leaves, beliefs: Mapping[str, Belief]) -> tup
     return Moments(gaussian, other, natural), probabilities
 
 
+def is_own(plan: Plan, shards: Shards, block: Block) -> bool:
+    """Whether a block is of elements that this process has and no other."""
+    return all(shards.hold(frozenset(n for n, *_ in plan.latents[s].plates)) for s in block.sites)
+
+
 class Kept(NamedTuple):
     """What `Evaluator.restore` needs."""
 
@@ -79,6 +84,7 @@ class Evaluator:
         self.leaves: Leaves = {n: b.leaves() for n, b in self.beliefs.items()}
         self._version = dict.fromkeys(self.beliefs, 0)
         self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self._bare: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
         self._moments: tuple[Moments, Leaves] | None = None
         self._plain: tuple[Moments, Leaves] | None = None
@@ -87,6 +93,11 @@ class Evaluator:
         self._factors = {
             b.name: [f for f in plan.factors_of(b.name) if not f.sampled] for b in plan.blocks
         }
+
+    @property
+    def parts(self) -> list[Evaluator]:
+        """The evaluators of single draws of other guides: this one, or several (see `particles`)."""
+        return [self]
 
     def with_weights(self, plate: str, dim: int, weights: Tensor) -> Evaluator:
         """Another evaluator, for which the elements of a plate count by these weights, (elements,)."""
@@ -125,8 +136,7 @@ class Evaluator:
 
         (And to those of its discrete blocks where the factor has learnt constants.)
         """
-        version = self._version
-        key = tuple([version[b] for b in self._blocks[f.name]])
+        key = self._key(f)
         cached = self._cache.get(f.name)
         if cached is None or cached[0] != key:
             with torch.enable_grad():
@@ -138,6 +148,11 @@ class Evaluator:
                 cached = (key, value)
             self._cache[f.name] = cached
         return cached[1]
+
+    def _key(self, f: CompiledFactor) -> tuple[int, ...]:
+        """The state of a factor's blocks."""
+        version = self._version
+        return tuple([version[b] for b in self._blocks[f.name]])
 
     def _statistics_of(self, f: CompiledFactor) -> Summed:
         """The factor with the present probabilities of its discrete sites summed over."""
@@ -215,20 +230,20 @@ class Evaluator:
 
     def is_own(self, block: Block) -> bool:
         """Whether a block is of elements that this process has and no other."""
-        latents = self.plan.latents
-        return all(
-            self.shards.hold(frozenset(n for n, *_ in latents[s].plates)) for s in block.sites
-        )
+        return is_own(self.plan, self.shards, block)
 
-    def message(self, block: Block, inside: str | None = None) -> list[Tensor | None]:
+    def message(
+        self, block: Block, inside: str | None = None, outside: str | None = None
+    ) -> list[Tensor | None]:
         """d sum_factors E_q[log p] / d leaves of the block, without the sampled factors.
 
         All factors of a local block carry the scale of its plates, as its entropy does: it cancels.
-        With `inside` only the factors in that plate count. Messages of other processes are added where
-        the block is theirs too.
+        With `inside` only the factors in that plate count, with `outside` only the others. Messages of
+        other processes are added where the block is theirs too.
         """
         near = self._factors[block.name]
         factors = [f for f in near if inside is None or inside in f.plates]
+        factors = [f for f in factors if outside is None or outside not in f.plates]
         spread = [f for f in factors if self.shards.hold(f.plates)]
         if not spread or self.is_own(block):
             return self._message(block, factors)
@@ -303,10 +318,14 @@ class Evaluator:
         E is the sum of the block's factors, `before` its value at the belief `old` and `message` its
         gradient there, as `message` returns it.
         """
-        values = self._values(self._factors[block.name])
-        now = self._stacked(block, before.new_zeros(()), values).sum()
+        now = self.expected_again(block, before)
         change = self._linear(block, message, old.leaves(), self.leaves[block.name])
         return float(now - before) - self.weight_of(block) * change
+
+    def expected_again(self, block: Block, like: Tensor) -> Tensor:
+        """As `expected`, without a graph where the next step sees other data."""
+        values = self._values(self._factors[block.name])
+        return self._stacked(block, like.new_zeros(()), values).sum()
 
     def _linear(
         self, block: Block, gradient: Sequence[Tensor | None], at: Sequence[Tensor],
@@ -368,9 +387,18 @@ class Evaluator:
         """E_q[log p] of some factors; without a graph where the next step sees other data anyway."""
         if not self.plan.stochastic or self.plan.learns:
             return [self.factor(f).detach() for f in factors]
+        return [self._value(f) for f in factors]
+
+    def _value(self, f: CompiledFactor) -> Tensor:
+        """E_q[log p] of a factor, without a graph unless there is one."""
+        key = self._key(f)
+        for known in (self._cache.get(f.name), self._bare.get(f.name)):
+            if known is not None and known[0] == key:
+                return known[1].detach()
         with torch.no_grad():
-            moments, probabilities = self._without_graph()
-            return [f(moments, probabilities) for f in factors]
+            value = f(*self._without_graph())
+        self._bare[f.name] = (key, value)
+        return value
 
     def split_expectations(self) -> tuple[Tensor, Tensor]:
         """Sums of E_q[log p] with their graphs: of factors that are spread, and of the others."""

@@ -155,13 +155,13 @@ def prepare(
     names = [n for n, s in trace.nodes.items() if is_factor_site(s)]
     call = with_dims(call, names, None if previous is None else previous.depends)
     latents = dict(call.latents)
-    again = previous is not None and (bool(parts) or beside is not None)
+    again = previous is not None and (bool(parts) or beside is not None or previous.plan.learns)
     age = previous.age + 1 if again and previous is not None else 0
     if age & (age - 1) == 0:
         unchecked = _run(call)
         symbolic, point = _verified(call, unchecked)
         lost: Mapping[str, str] = _made_opaque(unchecked, symbolic)
-    else:  # a minibatch like those before it: they were checked
+    else:  # a minibatch, or parameters, like those before: they were checked
         assert previous is not None
         lost = previous.lost
         symbolic, point = _lose(_run(call), lost), {n: x.value for n, x in latents.items()}

@@ -12,12 +12,15 @@ which is unbiased for every m, and the noise falls as q converges.
 
 A site whose value left torch (`.item()`, a branch) has no pathwise gradient; the score function with a
 leave-one-out baseline serves it.
+
+Where factors are spread over processes, all draw the sites that they share alike, and the gradients of
+every draw are summed before anything is made of them; each counts its part of the other factors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +28,10 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.distributed import Shards
 from pyro_cvi.families import Natural
 from pyro_cvi.graph.draws import Base, bases, transformed
-from pyro_cvi.graph.evaluator import Evaluator, moments_of
+from pyro_cvi.graph.evaluator import Evaluator, is_own, moments_of
 from pyro_cvi.graph.plan import Block, Plan, compile_factors
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.linalg import matvec, or_zeros, symmetrise
@@ -103,10 +107,18 @@ Jacobian = list[list[Tensor]]
 
 
 class Sampler:
-    """Draws and gradients for the sampled factors of a plan."""
+    """Draws and gradients for the sampled factors of a plan.
 
-    def __init__(self, plan: Plan, call: Call, options: Sampling) -> None:
+    Blocks of `own` are this process's alone, by `shards`.
+    """
+
+    def __init__(
+        self, plan: Plan, call: Call, options: Sampling, shards: Shards | None = None
+    ) -> None:
         self.plan, self.call, self.options = plan, call, options
+        self.shards = shards or Shards()
+        self.own = frozenset(b.name for b in plan.blocks if is_own(plan, self.shards, b))
+        self._share = 1 / self.shards.count  # of factors that all processes have
         self.count = max(4, options.num_samples + options.num_samples % 2)  # two halves of pairs
         self.names = frozenset(f.name for f in plan.factors if f.sampled)
         sites = plan.sampled_sites()
@@ -121,6 +133,10 @@ class Sampler:
             if h.kind == "sampled" and h.reason.endswith(NO_GRADIENT)
         }
 
+    def share_of(self, block: Block) -> float:
+        """What this process counts of the parts of a sum that are a block's own."""
+        return 1.0 if block.name in self.own else self._share
+
     def estimate(
         self,
         evaluator: Evaluator,
@@ -130,44 +146,97 @@ class Sampler:
         parameters: Sequence[Tensor] = (),
         groups: int = 1,
         only: Collection[str] | None = None,
+        local: Collection[int] = (),
     ) -> Estimate:
         """Average over draws; with `groups`, the averages over so many parts of them as well.
 
-        Messages are those to the blocks of `only`, or to all.
+        Messages are those to the blocks of `only`, or to all. Of the `parameters`, those of these
+        indices are of this process's own elements.
 
         With a `seed` the draws are common random numbers: two estimates at different beliefs then
         differ by the beliefs alone. The seed does not disturb Pyro's own random state.
         """
-        if seed is not None:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                return self.estimate(evaluator, control, gradient, None, parameters, groups, only)
-        noise = self._noise(evaluator, max(groups, 1))
+        if seed is None and self.shards.plates:
+            seed = self.shards.seed(int(torch.randint(2**31, ())))
+        if seed is None:
+            return self._estimate(evaluator, control, gradient, parameters, groups, only, local)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return self._estimate(evaluator, control, gradient, parameters, groups, only, local)
+
+    def _estimate(
+        self,
+        evaluator: Evaluator,
+        control: Mapping[str, tuple[Tensor, ...]],
+        gradient: bool,
+        parameters: Sequence[Tensor],
+        groups: int,
+        only: Collection[str] | None,
+        local: Collection[int],
+    ) -> Estimate:
         draws: list[dict[str, Draw]] = []
         values: list[float] = []
         grads: list[dict[str, Any]] = []
-        for i in range(self.count):
-            with torch.enable_grad():
-                current = {
-                    b.name: self._draw(b, evaluator.beliefs[b.name], noise[b.name][i])
-                    for b in self.blocks
-                }
+        with torch.enable_grad():
+            for current in self._draws(evaluator, max(groups, 1)):
                 value, g = self._one(evaluator, current, gradient, parameters, control, only)
-            draws.append(current)
-            values.append(value)
-            grads.append(g)
+                draws.append(current)
+                values.append(value)
+                grads.append(g)
+        here = values
+        if self.shards.plates and (only is None or not self.own.issuperset(only)):
+            values = self.shards.numbers(values)
+            if gradient:
+                grads = self._summed(evaluator, draws, grads, parameters, only, local)
         result = Estimate(sum(values) / self.count, values=values)
         for i, p in enumerate(parameters):
             parts = [g[_PARAMETERS][i] for g in grads if g.get(_PARAMETERS)]
             mean = _average(tuple(parts), self.count)
             result.parameters.append(torch.zeros_like(p) if mean is None else mean)
         if gradient:
-            result.messages = self._messages(evaluator, control, draws, values, grads, only)
+            whole = slice(self.count)
+            result.messages = self._messages(
+                evaluator, control, draws, values, here, grads, only, whole
+            )
             for i in range(groups if groups > 1 else 0):
                 part = slice(i * self.count // groups, (i + 1) * self.count // groups)
                 result.parts.append(
-                    self._messages(evaluator, control, draws[part], values[part], grads[part], only)
+                    self._messages(evaluator, control, draws, values, here, grads, only, part)
                 )
+        return result
+
+    def _summed(
+        self,
+        evaluator: Evaluator,
+        draws: list[dict[str, Draw]],
+        grads: list[dict[str, Any]],
+        parameters: Sequence[Tensor],
+        only: Collection[str] | None,
+        local: Collection[int],
+    ) -> list[dict[str, Any]]:
+        """The gradients of each draw over all processes; those in what is this one's alone stay."""
+        leaves = {
+            b.name: _leaves(evaluator, draws[0], b)
+            for b in self.plan.blocks
+            if b.name not in self.own and (only is None or b.name in only)
+        }
+        leaves[_PARAMETERS] = tuple(parameters)
+        names = [(n, i) for n, parts in leaves.items() for i in range(len(parts))]
+        names = [(n, i) for n, i in names if n != _PARAMETERS or i not in local]
+        sums = self.shards.sums(
+            [
+                torch.stack([or_zeros(g[n][i] if n in g else None, leaves[n][i]) for g in grads])
+                for n, i in names
+            ]
+        )
+        result: list[dict[str, Any]] = [
+            {n: list(g.get(n, [None] * len(parts))) for n, parts in leaves.items()}
+            | {n: g[n] for n in g if n in self.own}
+            for g in grads
+        ]
+        for (n, i), x in zip(names, sums, strict=True):
+            for found, own in zip(result, x.unbind(0), strict=True):
+                found[n][i] = own
         return result
 
     def _messages(
@@ -176,24 +245,50 @@ class Sampler:
         control: Mapping[str, tuple[Tensor, ...]],
         draws: list[dict[str, Draw]],
         values: list[float],
+        here: list[float],
         grads: list[dict[str, Any]],
         only: Collection[str] | None,
+        part: slice,
     ) -> Messages:
+        """From a part of the draws; of the values of all processes, or those `here`, as they matter."""
         result: Messages = {}
         for b in self.plan.blocks:
             if only is not None and b.name not in only:
                 continue
-            held = control.get(b.name)
-            found = self._combine(b, evaluator.beliefs[b.name], draws, values, grads, held)
+            held, seen = control.get(b.name), here if b.name in self.own else values
+            found = self._combine(
+                b, evaluator.beliefs[b.name], draws[part], seen[part], grads[part], held
+            )
             result[b.name] = [None if g is None else g / b.scale for g in found]
         return result
 
+    def _draws(self, evaluator: Evaluator, groups: int) -> Iterator[dict[str, Draw]]:
+        """Draws of all blocks: first, and alike, of those that the processes share."""
+        if not self.shards.plates:
+            yield from self._drawn(evaluator, self.blocks, groups)
+            return
+        shared = [b for b in self.blocks if b.name not in self.own]
+        alike = list(self._drawn(evaluator, shared, groups))
+        with self.shards.own_randomness():
+            others = [b for b in self.blocks if b.name in self.own]
+            own = list(self._drawn(evaluator, others, groups))
+        yield from ({**a, **b} for a, b in zip(alike, own, strict=True))
+
+    def _drawn(
+        self, evaluator: Evaluator, blocks: Sequence[Block], groups: int
+    ) -> Iterator[dict[str, Draw]]:
+        noise = self._noise(evaluator, blocks, groups)
+        for i in range(self.count):
+            yield {
+                b.name: self._draw(b, evaluator.beliefs[b.name], noise[b.name][i]) for b in blocks
+            }
+
     def _noise(
-        self, evaluator: Evaluator, groups: int
+        self, evaluator: Evaluator, blocks: Sequence[Block], groups: int
     ) -> dict[str, Sequence[Tensor | Base | None]]:
         noise: dict[str, Sequence[Tensor | Base | None]] = {}
         paired = self.options.antithetic
-        for b in self.blocks:
+        for b in blocks:
             belief = evaluator.beliefs[b.name]
             if isinstance(belief, GaussianBelief):
                 both: list[Tensor] = []
@@ -255,11 +350,7 @@ class Sampler:
         for b in self.plan.blocks:
             if only is not None and b.name not in only:
                 continue
-            if b.name in draws:
-                leaf = draws[b.name].leaf
-                parts = (leaf,) if isinstance(leaf, Tensor) else leaf
-            else:
-                parts = evaluator.leaves[b.name]
+            parts = _leaves(evaluator, draws, b)
             inputs += parts
             owners += [b.name] * len(parts)
         inputs += parameters
@@ -269,8 +360,8 @@ class Sampler:
         residual = total
         for b in self.blocks:
             if b.name in control and self._is_pathwise(b) and (only is None or b.name in only):
-                statistics = draws[b.name].statistics
-                residual = residual - b.family.inner(control[b.name], statistics).sum()
+                known = b.family.inner(control[b.name], draws[b.name].statistics).sum()
+                residual = residual - (known if self._share == 1 else self.share_of(b) * known)
         some = torch.autograd.grad(residual, [inputs[i] for i in wanted], allow_unused=True)
         for i, g in zip(wanted, some, strict=True):
             found[i] = g
@@ -280,7 +371,7 @@ class Sampler:
         return float(total.detach()), grads
 
     def _value(self, evaluator: Evaluator, draws: Mapping[str, Draw]) -> Tensor:
-        """The sampled factors given the draws, the other sites averaged."""
+        """The sampled factors given the draws, the other sites averaged: this process's part of them."""
         fixed = {s: v for d in draws.values() for s, v in d.values.items()}
         symbolic = self.call.symbolic(fixed, self.names)
         factors = compile_factors(
@@ -289,7 +380,10 @@ class Sampler:
         moments, probabilities = moments_of(self.plan, evaluator.leaves, evaluator.beliefs)
         total = torch.zeros(())
         for f in factors:
-            total = f(moments, probabilities) + total
+            value = f(moments, probabilities)
+            if self._share != 1 and not self.shards.hold(f.plates):
+                value = self._share * value
+            total = value + total
         return total
 
     def at_points(self, evaluator: Evaluator, points: Mapping[str, Tensor]) -> Tensor:
@@ -347,6 +441,14 @@ class Sampler:
     def _is_pathwise(self, block: Block) -> bool:
         """Whether a block of another family than the Gaussian has gradients of draws."""
         return block.layout is None and not self.by_score & set(block.sites)
+
+
+def _leaves(evaluator: Evaluator, draws: Mapping[str, Draw], block: Block) -> tuple[Tensor, ...]:
+    """What gradients are taken in: a draw, or what it is made of, or the block's mean parameters."""
+    if block.name not in draws:
+        return evaluator.leaves[block.name]
+    leaf = draws[block.name].leaf
+    return (leaf,) if isinstance(leaf, Tensor) else leaf
 
 
 def _jacobian(

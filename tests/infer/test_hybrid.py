@@ -160,6 +160,133 @@ def test_a_discrete_site_of_another_guide_has_the_score_function():
     assert float(error) < 0.3
 
 
+def spread_over(values):
+    """Variance of some values, and its standard error."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    square = (values - values.mean()) ** 2
+    return float(values.var()), float(square.std() / len(values) ** 0.5)
+
+
+def test_messages_and_gradients_are_means_over_particles():
+    """With full steps the mean of q(mu) is that of sum_n z_n / (1 + N) over K draws of z.
+
+    It has mean sum_n loc_n / (1 + N) and variance sum_n scale_n^2 / (1 + N)^2 / K; the gradient's
+    variance falls by K too.
+    """
+    x, K = data(), 4
+    found = {}
+    guide, encoder = amortised()
+    for particles in (1, K):
+        pyro.clear_param_store()
+        loss = Trace_ELBO(num_particles=particles, vectorize_particles=particles > 1)
+        optim = pyro.optim.PyroOptim(Note, {"lr": 0.0})
+        cvi = CVI(model, guide, optim=optim, loss=loss, memory=1.0, minibatch="stochastic")
+        cvi.step(x)
+        Note.seen, means = {}, []
+        for _ in range(100):
+            cvi.step(x)
+            means.append(float(guide[0].posterior("mu").mean))
+        found[particles] = means, torch.stack(Note.seen[encoder.line.bias])[:, 0]
+    loc, scale = (t.detach() for t in encoder(x))
+    means, _ = found[K]
+    error = float(scale.square().sum().sqrt()) / (1 + N) / K**0.5
+    assert abs(np.mean(means) - float(loc.sum()) / (1 + N)) < 4 * error / len(means) ** 0.5
+    variance, doubt = spread_over(means)
+    assert abs(variance - error**2) < 4 * doubt < 3 * error**2
+    (one, one_doubt), (many, many_doubt) = (spread_over(found[k][1]) for k in (1, K))
+    assert abs(one - K * many) < 4 * math.hypot(one_doubt, K * many_doubt) < 3 * one
+
+
+def test_particles_of_a_site_without_a_gradient():
+    """b ~ Bernoulli(p): the score function's mean over four draws a step is the enumerated gradient."""
+    x = torch.tensor([0.3, 1.2, 0.7])
+
+    def model(x):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Bernoulli(0.3))
+        with pyro.plate("data", 3):
+            pyro.sample("x", dist.Normal(mu + b, 1.0), obs=x)
+
+    def other(x):
+        pyro.sample("b", dist.Bernoulli(logits=pyro.param("logit", torch.tensor(0.4))))
+
+    guide = beside(model, "b", other)
+    optim = pyro.optim.PyroOptim(Note, {"lr": 0.0})
+    loss = Trace_ELBO(num_particles=4)
+    cvi = CVI(model, guide, optim, loss, delay=1e9, forget=1.0, memory=math.inf)
+    cvi.step(x)
+    q = guide[0].posterior("mu")
+    ((mean, error),) = gradients(cvi, (x,), 150).values()
+    logit = torch.tensor(0.4, requires_grad=True)
+    p = logit.sigmoid()
+
+    def log_joint(b):
+        fit = -0.5 * ((x - q.mean - b) ** 2 + q.variance).sum()
+        return fit + math.log(0.3 if b else 0.7)
+
+    bound = p * (log_joint(1) - p.log()) + (1 - p) * (log_joint(0) - (1 - p).log())
+    (wanted,) = torch.autograd.grad(-bound, logit)
+    assert abs(float(mean - wanted)) < 4 * float(error)
+    assert float(error) < 0.2
+
+
+def test_particles_have_local_sites_of_their_own():
+    """Clusters given each draw of the codes: the same loss on average, with a third of the variance."""
+    x, _, _ = clusters(30)
+    guide, _ = mixture_guide()
+    CVI(mixture, guide, optim=pyro.optim.Adam({"lr": 0.01})).run(x, num_steps=5)
+    losses = {}
+    for particles in (1, 3):
+        loss = Trace_ELBO(num_particles=particles)
+        cvi = CVI(mixture, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        losses[particles] = torch.tensor([cvi.evaluate_loss(x) for _ in range(40)])
+    one, many = losses[1], losses[3]
+    error = float(((one.var() + many.var()) / 40).sqrt())
+    assert abs(float(one.mean() - many.mean())) < 4 * error
+    (first, doubt), (second, other) = spread_over(one), spread_over(many)
+    assert abs(first - 3 * second) < 4 * math.hypot(doubt, 3 * other)
+    start = guide[0].posterior("mu").mean.clone()
+    for _ in range(5):
+        assert math.isfinite(cvi.step(x))
+    assert not torch.equal(guide[0].posterior("mu").mean, start)
+
+
+def test_all_particles_see_the_same_elements():
+    seen = []
+
+    def model(x):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", N, subsample_size=8) as i:
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x[i])
+
+    def other(x):
+        with pyro.plate("data", N, subsample_size=8) as i:
+            seen.append(i)
+            pyro.sample("z", dist.Normal(0.5 * x[i], 1.0))
+
+    cvi = CVI(model, beside(model, "z", other), loss=Trace_ELBO(num_particles=3))
+    for _ in range(6):
+        seen.clear()
+        cvi.step(data())
+        assert len(seen) >= 3
+        assert all(torch.equal(seen[-3], i) for i in seen[-2:])
+
+
+def test_particles_beside_sites_that_are_sampled_are_refused():
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal((w[0] * w[1] * w[2]).cos() + b, 1.0), obs=x)
+
+    other = AutoNormal(poutine.block(model, expose=["b"]))
+    loss = Trace_ELBO(num_particles=2)
+    cvi = CVI(model, beside(model, "b", other), pyro.optim.Adam({"lr": 0.01}), loss)
+    with pytest.raises(CVIError, match="num_samples"):
+        cvi.step(data())
+
+
 def test_the_loss_is_pyros_own_of_model_and_guide():
     x = data()
     guide, _ = amortised()
