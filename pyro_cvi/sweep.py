@@ -20,6 +20,7 @@ Stochastic variational inference, JMLR 14, for the order of local and global ste
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from torch import Tensor
 from pyro_cvi.acceleration import Anderson
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError, CVIWarning, message
 from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block, Plan
@@ -79,6 +80,11 @@ _LOCALLY_SETTLED = 0.01
 """Nats per scalar by which a step moves them below which they have settled."""
 _DAMPED = 0.5
 """Step size of blocks that quadrature serves, with messages of batches: no bound is there to test it."""
+
+_CHECKED = (4, 16, 64, 256)
+"""Passes after which the bound of a minibatch is compared with that of the start."""
+_FAR = 1.0
+"""Relative fall of the bound that is a divergence."""
 
 Gradient = list[Tensor | None]
 
@@ -134,6 +140,7 @@ class Sweeper:
         self._targets: dict[str, Belief] = {}
         self._observed: Estimate | None = None
         self._stationary = False
+        self._origin: dict[str, Belief] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, step sizes, controls, averages, and the draws that the next step uses again.
@@ -215,7 +222,11 @@ class Sweeper:
         if self.temperature > 1 and self.time % _SHAKEN == 0:
             _shake(evaluator)
         if plan.stochastic:
+            if self.time == 0 and not noisy:
+                outer = {b.name for b in plan.blocks if not self.is_local(plan, b)}
+                self._origin = {n: b for n, b in evaluator.beliefs.items() if n in outer}
             self._minibatch(evaluator, prepared, noisy, fitted)
+            self._warn_if_lost(evaluator, prepared)
         else:
             for block in plan.blocks:
                 if block.moves and block.name not in noisy:
@@ -300,6 +311,32 @@ class Sweeper:
             self._outside(evaluator, outer, seen, 1.0)
         self.settle(evaluator, noisy)
         self._outside(evaluator, outer, seen, rate)
+
+    def _warn_if_lost(self, evaluator: Evaluator, prepared: Prepared) -> None:
+        """After 4, 16, ... passes: is this minibatch's bound far below that of the start?"""
+        scale = max((p.scale for p in prepared.parts.values()), default=1.0)
+        passes, left = divmod(self.time + 1, math.ceil(scale))
+        if scale == 1 or left or passes not in _CHECKED or not self._origin:
+            return
+        origin = {n: b for n, b in self._origin.items() if n in evaluator.beliefs}
+        now, kept = evaluator.elbo(), {n: evaluator.kept(n) for n in origin}
+        for name, belief in origin.items():
+            evaluator.set(name, belief)
+        first = evaluator.elbo()
+        for name, state in kept.items():
+            evaluator.restore(name, state)
+        if now < first - _FAR * max(abs(first), 1.0):
+            found = f"after {passes} passes the bound of a minibatch is {now:.4g}, "
+            found += f"at the start {first:.4g}"
+            warnings.warn(
+                message(
+                    "CVI", found, "steps that come nearer to the optimum",
+                    "scale the covariates to about one, place the site near the data by init_loc_fn, or "
+                    "let the plate draw batches of its own (subsample_size) or larger ones",
+                ),
+                CVIWarning,
+                stacklevel=6,
+            )  # fmt: skip
 
     @property
     def rate(self) -> float:

@@ -52,8 +52,9 @@ def row_functions(factors: Sequence[CompiledFactor], block: str, part: Part) -> 
             if block in x.predictor.coupled or (part.dim not in x.axes and part.size > 1):
                 return None
             scalars += 3 * part.full * math.prod(x.shape) // max(part.size, 1)
-        found.append((f, functions))
-    return found if scalars <= MOST_SCALARS else None
+        if functions:
+            found.append((f, functions))
+    return found if found and scalars <= MOST_SCALARS else None
 
 
 class Rows(NamedTuple):

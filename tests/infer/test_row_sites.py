@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi import CVI, AutoCVI
-from pyro_cvi.errors import CVIError
+from pyro_cvi.errors import CVIError, CVIWarning
 
 Law = Callable[[Tensor], dist.Distribution]
 Model = Callable[..., None]
@@ -231,3 +231,36 @@ def test_elements_that_a_row_joins_keep_messages_by_batch() -> None:
     for q, tolerance in ((ordered, 1e-6), (mixed, 0.5)):
         assert float(((q.mean - mean) * precision.diagonal().sqrt()).abs().max()) < tolerance
         torch.testing.assert_close(q.variance, 1 / precision.diagonal(), rtol=2 * tolerance, atol=0)
+
+
+def test_rows_with_two_observations_of_which_one_is_gaussian() -> None:
+    x, w = torch.randn(N, D), torch.tensor([0.5, -0.5, 0.2])
+    y, z = torch.poisson((x @ w).exp()), x @ w + torch.randn(N)
+
+    def model(rows: Tensor | None = None) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(D), 3.0).to_event(1))
+        with pyro.plate("rows", N, subsample=rows) as i:
+            pyro.sample("y", dist.Poisson((x[i] @ w).exp()), obs=y[i])
+            pyro.sample("z", dist.Normal(x[i] @ w, 1.0), obs=z[i])
+
+    assert distance(fit(CVI(model, AutoCVI(model)), shuffled(8, UNEQUAL)), optimum(model)) < 1e-4
+
+
+def test_a_posterior_that_is_worse_than_the_start_is_told_of() -> None:
+    """Steps that hardly move any more, and data that turn round in the last batch of the fourth pass."""
+
+    def model(x: Tensor, rows: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        with pyro.plate("rows", 60, subsample=rows) as i:
+            pyro.sample("x", dist.Normal(m, 1.0), obs=x[i])
+
+    x, batches = 5 + torch.randn(60), list(torch.arange(60).split(20)) * 4
+    steady, turned = (
+        CVI(model, AutoCVI(model), minibatch="stochastic", forget=1.0) for _ in range(2)
+    )
+    for rows in batches[:-1]:
+        steady.step(x, rows)
+        turned.step(x, rows)
+    steady.step(x, batches[-1])  # a warning is an error
+    with pytest.warns(CVIWarning, match="after 4 passes the bound of a minibatch .* at the start"):
+        turned.step(-x, batches[-1])
