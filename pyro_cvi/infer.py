@@ -95,11 +95,12 @@ class CVI:
             `cvi.loss(cvi.model, cvi.guide, *args)` is its estimate by draws. Its `num_particles` is the
             number of draws of other guides a step: bound, gradients and messages are means over them, at
             the price of so many steps.
-        minibatch: "stored" keeps the messages of every batch of a subsampled plate, and takes full steps
-            with all of them, as long as the batches of a pass are those of the pass before and fit into
-            memory; "stochastic" is the paper's rule (SVI on a conjugate model), which keeps nothing and
-            takes steps of size rho_t. It also serves batches that are mixed anew, and streams: rows
-            that do not change with the indices their plate draws.
+        minibatch: "stored" keeps the messages of all rows of a subsampled plate, as far as they fit into
+            memory, and takes full steps with them: by row where a row sees one Gaussian predictor, else
+            by batch, as long as the batches of a pass are those of the pass before. "stochastic" is the
+            paper's rule (SVI on a conjugate model), which keeps nothing and takes steps of size rho_t.
+            It also serves the first pass of messages by quadrature, other batches that are mixed anew,
+            and streams: rows that do not change with the indices their plate draws.
         delay, forget: rho_t = (t + delay)^-forget at step t = 0, 1, ... of the stochastic rule.
         memory: passes over the data that this rule remembers at most where other guides or the model
             learn parameters, and its targets move with them; math.inf for no limit.
@@ -247,6 +248,7 @@ class CVI:
         if sweeper.time == 0 and prepared.plan.stochastic and sweeper.minibatch == "stored":
             sweeper.is_stream = bool(self.shards.plates) or is_stream(prepared, model, args, kwargs)
         sweeper.beside = frozenset() if draw is None else draw.plates
+        sweeper.is_conditional = draw is not None
         sweeper.drifts = prepared.plan.learns and not (draw is not None and draw.shared)
         draws = [g.draw for g in given if g.draw is not None]
         sweeper.along = None

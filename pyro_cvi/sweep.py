@@ -4,11 +4,14 @@
 - Quadrature: rho = 1, halved until the ELBO rises by KL(q || q') / rho, as a mirror step must.
 - Sampled: Robbins-Monro steps, undone where they clearly lose; of one size, and averaged, as soon as
   they come no nearer to the optimum (`Averaging`).
-- Minibatches: the local blocks take their steps first; then the others take rho = 1 with the messages of
-  all batches seen (`SiteMessages`), or rho_t = (t + delay)^-forget with this batch's alone. The latter
-  also serves streams, whose rows have no identity, and messages that depend on the posterior where the
-  batches of a pass are not those of the pass before: shares of old ones are then too noisy. At the end
-  of a pass that held every element once there are none, and exact messages take a full step again.
+- Minibatches: the local blocks take their steps first; then the others take a full step with messages
+  of all rows (`SiteMessages`), or one of rho_t = (t + delay)^-forget with this batch's alone. Exact
+  messages are kept by batch from the first batch on. Those by quadrature serve once every row has been
+  seen: kept by row where a row sees one predictor (`RowSites`), else by batch if batches return. The
+  second rule is for the first pass, for streams, whose rows have no identity, and for batches that are
+  mixed anew where messages depend on the posterior and are not kept by row: shares of old ones are too
+  noisy. At the end of a pass that held every element once there are none, and exact messages take a
+  full step again.
 
 References: M. E. Khan, W. Lin (2017), arXiv 1703.04265, algorithms 1 and 2; M. D. Hoffman et al. (2013),
 Stochastic variational inference, JMLR 14, for the order of local and global steps.
@@ -17,8 +20,10 @@ Stochastic variational inference, JMLR 14, for the order of local and global ste
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +32,14 @@ from pyro_cvi.acceleration import Anderson
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
 from pyro_cvi.distributed import Shards
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError, CVIWarning, message
 from pyro_cvi.families import concentrated
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.graph.sampling import Estimate, Sampler
 from pyro_cvi.graph.stored import Batches, SiteMessages
+from pyro_cvi.graph.windows import Part
 from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.start import start
 from pyro_cvi.structured import StructuredBelief
@@ -74,9 +80,22 @@ _LOCAL_ROUNDS = 4
 _LOCALLY_SETTLED = 0.01
 """Nats per scalar by which a step moves them below which they have settled."""
 _DAMPED = 0.5
-"""Step size of blocks that quadrature serves, with stored messages: no bound is there to test it."""
+"""Step size of blocks that quadrature serves, with messages of batches: no bound is there to test it."""
+
+_CHECKED = (4, 16, 64, 256)
+"""Passes after which the bound of a minibatch is compared with that of the start."""
+_FAR = 1.0
+"""Relative fall of the bound that is a divergence."""
 
 Gradient = list[Tensor | None]
+
+
+class _Remembered(NamedTuple):
+    """What is kept of a plate, and its part in this batch: with weights if not all elements count."""
+
+    memory: SiteMessages
+    part: Part
+    weights: Tensor | None
 
 
 class Sweeper:
@@ -106,7 +125,7 @@ class Sweeper:
         self.seeded = not self.shards.plates
         self.located: Collection[str] = ()
         self.is_stream = False
-        self.drifts = False
+        self.drifts = self.is_conditional = False
         self.beside: frozenset[str] = frozenset()
         self.along: Callable[[Evaluator], dict[str, Gradient]] | None = None
         self._further: dict[str, Gradient] = {}
@@ -126,6 +145,7 @@ class Sweeper:
         self._targets: dict[str, Belief] = {}
         self._observed: Estimate | None = None
         self._stationary = False
+        self._origin: dict[str, Belief] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, step sizes, controls, averages, and the draws that the next step uses again.
@@ -214,7 +234,11 @@ class Sweeper:
         if self.temperature > 1 and self.time % _SHAKEN == 0:
             _shake(evaluator)
         if plan.stochastic:
+            if self.time == 0 and not noisy:
+                outer = {b.name for b in plan.blocks if not self.is_local(plan, b)}
+                self._origin = {n: b for n, b in evaluator.beliefs.items() if n in outer}
             self._minibatch(evaluator, prepared, noisy, fitted)
+            self._warn_if_lost(evaluator, prepared)
         else:
             for block in plan.blocks:
                 if block.moves and block.name not in noisy:
@@ -296,79 +320,118 @@ class Sweeper:
         plan = prepared.plan
         outer = [b for b in plan.blocks if b.moves and b.name not in noisy]
         outer = [b for b in outer if not self.is_local(plan, b)]
-        memory = self._memory_for(prepared, outer, fitted)
-        counts: Tensor | None = None
-        if memory is not None:
-            name = _only(prepared)
-            part = prepared.parts[name]
-            own = self._batches[name].own(part.size) if name in self._batches else part.size
-            memory.begin(prepared.window[name][:own])
-            if own < part.size:
-                counts = (torch.arange(part.size) < own).to(torch.get_default_dtype())
+        seen, rate = self._remembered(prepared, outer, fitted), self.rate
+        if seen is None and self.drifts:
+            passes = max((p.scale for p in prepared.parts.values()), default=1.0)
+            rate = max(rate, 1 / (self.memory * passes))
         if self.time == 0 and not fitted and _is_symmetric(plan):
             # The start of a discrete site breaks the symmetry of a mixture only if the others look at
             # it before it moves.
-            for block in outer:
-                self._global(evaluator, block, memory, prepared, 1.0)
+            self._outside(evaluator, outer, seen, 1.0)
         self.settle(evaluator, noisy)
         self._further = {} if self.along is None else self.along(evaluator)
-        inside = evaluator
-        if counts is not None:
-            inside = evaluator.with_weights(name, part.dim, counts)
-        for block in outer:
-            self._global(inside, block, memory, prepared, self.rate)
-            if inside is not evaluator:
-                evaluator.set(block.name, inside.beliefs[block.name])
+        self._outside(evaluator, outer, seen, rate)
+
+    def _warn_if_lost(self, evaluator: Evaluator, prepared: Prepared) -> None:
+        """After 4, 16, ... passes: is this minibatch's bound far below that of the start?"""
+        scale = max((p.scale for p in prepared.parts.values()), default=1.0)
+        passes, left = divmod(self.time + 1, math.ceil(scale))
+        if scale == 1 or left or passes not in _CHECKED or not self._origin:
+            return
+        origin = {n: b for n, b in self._origin.items() if n in evaluator.beliefs}
+        now, kept = evaluator.elbo(), {n: evaluator.beliefs[n] for n in origin}
+        for name, belief in origin.items():
+            evaluator.set(name, belief)
+        first = evaluator.elbo()
+        for name, belief in kept.items():
+            evaluator.set(name, belief)
+        if now < first - _FAR * max(abs(first), 1.0):
+            found = f"after {passes} passes the bound of a minibatch is {now:.4g}, "
+            found += f"at the start {first:.4g}"
+            warnings.warn(
+                message(
+                    "CVI", found, "steps that come nearer to the optimum",
+                    "scale the covariates to about one, place the site near the data by init_loc_fn, or "
+                    "let the plate draw batches of its own (subsample_size) or larger ones",
+                ),
+                CVIWarning,
+                stacklevel=6,
+            )  # fmt: skip
 
     @property
     def rate(self) -> float:
         """rho_t of the stochastic rule."""
         return min(1.0, (self.time + self.delay) ** -self.forget)
 
-    def _memory_for(
+    def _remembered(
         self, prepared: Prepared, outer: list[Block], fitted: bool
-    ) -> SiteMessages | None:
+    ) -> _Remembered | None:
+        """The messages of batches and rows, with this batch begun, where they can be kept."""
         parts = [p for p in prepared.parts.values() if p.scale != 1]
         if self.minibatch != "stored" or self.is_stream or len(parts) != 1 or self.along:
             return None
         (part,) = parts
         if self._memory is None:
             self._memory = SiteMessages(part.full, fitted=fitted)
-        scalars = sum(_message_size(b) for b in outer)
-        return self._memory if self._memory.fits(scalars, part.size) else None
+        if not self._memory.fits(sum(_message_size(b) for b in outer), part.size):
+            return None
+        name, weights = part.name, None
+        own = self._batches[name].own(part.size) if name in self._batches else part.size
+        counted = self._memory.begin(prepared.window[name], own)
+        times = part.size / int(counted.sum())
+        if times != 1:  # the elements that count stand for all of the batch
+            weights = times * counted.to(torch.get_default_dtype())
+        return _Remembered(self._memory, replace(part, scale=part.scale * times), weights)
 
-    def _global(
+    def _outside(
+        self, evaluator: Evaluator, blocks: list[Block], seen: _Remembered | None, rate: float
+    ) -> None:
+        """The steps of blocks outside of the subsampled plates."""
+        inside = evaluator
+        if seen is not None and seen.weights is not None:
+            inside = evaluator.with_weights(seen.part.name, seen.part.dim, seen.weights)
+        for block in blocks:
+            exact = evaluator.plan.is_exact(block)
+            plate = None if seen is None else seen.part.name
+            own, found = inside.message(block, plate), None
+            message = own
+            if seen is not None:
+                outside = inside.message(block, outside=plate)
+                message = [sum_gradients(a, b) for a, b in zip(own, outside, strict=True)]
+                found = self._of_all_rows(inside, block, own, outside, seen)
+            gradient, size = (None, rate) if found is None else found
+            self._seen_in_part(inside, block, message, gradient, size, exact)
+            if inside is not evaluator:
+                evaluator.set(block.name, inside.beliefs[block.name])
+
+    def _of_all_rows(
         self,
         evaluator: Evaluator,
         block: Block,
-        memory: SiteMessages | None,
-        prepared: Prepared,
-        rate: float,
-    ) -> None:
-        """The step of a block outside of the subsampled plates."""
-        exact = evaluator.plan.is_exact(block)
-        if memory is None and self.drifts:
-            passes = max((p.scale for p in prepared.parts.values()), default=1.0)
-            rate = max(rate, 1 / (self.memory * passes))
-        if memory is None:
-            self._seen_in_part(evaluator, block, evaluator.message(block), None, rate, exact)
-            return
-        plate = _only(prepared)
-        inside = [f for f in evaluator.factors(block) if plate in f.plates]
+        own: Gradient,
+        outside: Gradient,
+        seen: _Remembered,
+    ) -> tuple[Gradient, float] | None:
+        """The gradient by messages of all rows, and the size of its step; None if they are not known."""
+        memory, part = seen.memory, seen.part
+        inside = [f for f in evaluator.factors(block) if part.name in f.plates]
         held = {b.name for b in evaluator.plan.blocks if b.held}
         alone = all(f.blocks - held == {block.name} for f in inside)
-        scale = prepared.parts[plate].scale
-        belief, leaves = evaluator.beliefs[block.name], evaluator.leaves[block.name]
-        own, outside = evaluator.message(block, plate), evaluator.message(block, outside=plate)
-        whole = [sum_gradients(a, b) for a, b in zip(own, outside, strict=True)]
-        batch = tuple(or_zeros(g, like) / scale for g, like in zip(own, leaves, strict=True))
+        leaves = evaluator.leaves[block.name]
+        batch = tuple(or_zeros(g, like) / part.scale for g, like in zip(own, leaves, strict=True))
         rest = tuple(or_zeros(g, like) for g, like in zip(outside, leaves, strict=True))
-        gradient = memory.put(block.name, belief, batch, rest)
-        if memory.is_mixed and not (exact and (alone or memory.is_whole)):
-            self._seen_in_part(evaluator, block, whole, None, rate, exact)
-        else:
-            rate = 1.0 if exact else _DAMPED
-            self._seen_in_part(evaluator, block, whole, list(gradient), rate, exact)
+        stored: Gradient = list(memory.put(block.name, evaluator.beliefs[block.name], batch, rest))
+        if evaluator.plan.is_exact(block):
+            return (stored, 1.0) if alone or not memory.is_mixed or memory.is_whole else None
+        if alone and self._rows_stay(evaluator):
+            by_row = memory.by_row(evaluator, block, inside, part, batch, rest)
+            if by_row is not None:
+                return ([*by_row], 1.0) if memory.has_rows(block.name) else None
+        return (stored, _DAMPED) if memory.returns else None
+
+    def _rows_stay(self, evaluator: Evaluator) -> bool:
+        """Whether what is affine in a row's log density is the same whenever the row comes."""
+        return not (evaluator.plan.learns or self.is_conditional or evaluator.temperature != 1)
 
     def _seen_in_part(
         self, evaluator: Evaluator, block: Block, message: Gradient, remembered: Gradient | None,
@@ -408,7 +471,7 @@ class Sweeper:
                     slack = max(slack, more)
                 if short <= 0:
                     self._count(name, step)
-                    self._rho[name] = min(1.0, 2 * rho)
+                    self._rho[name] = 1.0 if rho == rate else min(1.0, 2 * rho)
                     return
             rho /= 2
         evaluator.set(name, old)
@@ -801,11 +864,6 @@ def _shake(evaluator: Evaluator) -> None:
                 (noise,) = evaluator.shards.from_first([noise])
             moved = states.log_softmax(-1) + _SHAKE * noise
             evaluator.set(block.name, FamilyBelief(belief.family, (moved, *others)))
-
-
-def _only(prepared: Prepared) -> str:
-    (part,) = (p for p in prepared.parts.values() if p.scale != 1)
-    return part.name
 
 
 def _is_symmetric(plan: Plan) -> bool:

@@ -46,7 +46,7 @@ from pyro_cvi.estimators.quadrature import gaussian_expectation
 from pyro_cvi.estimators.statistics import Gather, Summed, summed
 from pyro_cvi.estimators.univariate import Points, family_expectation, has_rule
 
-__all__ = ["Expectation", "How", "compile_expectation"]
+__all__ = ["Expectation", "Function", "How", "compile_expectation"]
 
 
 _MOST_PREDICTORS = 16
@@ -65,6 +65,18 @@ class How:
         return ("exact", "quadrature", "sampled").index(self.kind)
 
 
+class Function(NamedTuple):
+    """A function of one Gaussian predictor in cells of a shape, of which `axes` are the labels.
+
+    `moments` has mean and variance of the predictor in the shape `cells`.
+    """
+
+    predictor: Affine
+    axes: Axes
+    shape: tuple[int, ...]
+    cells: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class Expectation:
     """E_q of an expression; call it with moments. `how` says per site how it was done.
@@ -78,6 +90,8 @@ class Expectation:
         default_factory=list
     )
     how: dict[str, How] = field(default_factory=dict)
+    couples: bool = False
+    """Whether a product joins elements that are held independent: it is not affine in theirs."""
 
     @property
     def sampled(self) -> frozenset[str]:
@@ -109,6 +123,20 @@ class Expectation:
     def summed(self, weight: Tensor | float, shape: tuple[int, ...]) -> Summed:
         """sum over the cells `shape` of weight * E_q[expression], the weight contracted beforehand."""
         return summed(self.constant, self.terms, weight, shape)
+
+    def functions(self) -> list[Function] | None:
+        """The components that are functions of one Gaussian predictor; None if others are not exact."""
+        found: list[Function] = []
+        if self.couples:
+            return None
+        for c in (c for _, _, components in self.terms for c in components):
+            if isinstance(c, _ExpMean):
+                found.append(Function(c.affine, c.axes, c.shape, c.shape))
+            elif isinstance(c, _Quadrature) and len(c.affines) == 1:
+                found.append(Function(c.affines[0], c.axes, c.shape, (c.cells,)))
+            elif isinstance(c, _Quadrature | _FamilyQuadrature | _Tilted | _Nested):
+                return None
+        return found
 
     def note(self, sites: frozenset[str] | set[str], kind: str, reason: str) -> None:
         """Record the worst treatment seen for each site."""
@@ -207,6 +235,7 @@ def _compile_multiplied_out(
         return False
     result.constant = result.constant + trial.constant
     result.terms += trial.terms
+    result.couples = result.couples or trial.couples
     for site, how in trial.how.items():
         result.note({site}, how.kind, how.reason)
     return True
@@ -265,6 +294,7 @@ def _compile_component(
             coupled = exact.a.coupled | exact.b.coupled
             inside = {s for s in sites if structure.block[s] in coupled}
             result.note(inside, "quadrature", "closed form, but it joins elements held independent")
+            result.couples = result.couples or bool(inside)
         return exact
     tilted = _tilted(operands, structure)
     if tilted is not None:
@@ -349,8 +379,8 @@ class _ExpMean:
         self.affine, self.axes, self.shape = affine, axes, shape
 
     def __call__(self, moments: Moments) -> Tensor:
-        half = 0.5 * self.affine.variance(moments)
-        return (self.affine.mean(moments) + half).exp().expand(self.shape)
+        mean, variance = moments.predictor(self.affine, self.shape)
+        return (mean + 0.5 * variance).exp()
 
 
 class _Tilted:
@@ -440,10 +470,10 @@ class _Quadrature:
 
     def __call__(self, moments: Moments) -> Tensor:
         n = self.cells
-        means = [torch.as_tensor(a.mean(moments)).expand(n) for a in self.affines]
-        mean = torch.stack(means)
-        like = means[0]
-        entries = {(i, i): _vector(a.variance(moments), like) for i, a in enumerate(self.affines)}
+        found = [moments.predictor(a, (n,)) for a in self.affines]
+        mean = torch.stack([m for m, _ in found])
+        like = mean[0]
+        entries = {(i, i): v for i, (_, v) in enumerate(found)}
         for (i, j), cross in self.cross.items():
             entries[i, j] = entries[j, i] = _vector(cross(moments), like)
         each = range(len(self.affines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ def statistic_position(family: AbstractFamily, statistic: Statistic) -> int | No
         if _STATISTIC.get(name) == statistic:
             return i
     return None
+
+
+class Predictor(Protocol):
+    """What has a mean and a variance under Gaussian blocks: see `affine.Affine`."""
+
+    def mean(self, moments: Moments) -> Tensor: ...
+
+    def variance(self, moments: Moments) -> Tensor | float: ...
 
 
 class Pool:
@@ -105,6 +114,15 @@ class Moments:
     natural: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _pooled: dict[Pool, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _diagonal: dict[str, Tensor] = field(default_factory=dict)
+    _predictors: dict[Predictor, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def predictor(self, x: Predictor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Mean and variance of a predictor in cells of this shape; the same tensors at every call."""
+        if x not in self._predictors:
+            mean, variance = x.mean(self), x.variance(self)
+            wide = variance if isinstance(variance, Tensor) else mean.new_tensor(variance)
+            self._predictors[x] = (mean.expand(shape), wide.expand(shape))
+        return self._predictors[x]
 
     def pooled(self, pool: Pool) -> tuple[Tensor, Tensor]:
         """A m and diag(A V A^T) for the stacked rows of a pool; computed once."""

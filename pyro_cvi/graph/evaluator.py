@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.distributed import Shards
-from pyro_cvi.estimators import Moments
+from pyro_cvi.estimators import Function, Moments
 from pyro_cvi.estimators.statistics import Summed
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
 from pyro_cvi.graph.process import Process
@@ -25,7 +25,7 @@ from pyro_cvi.linalg import broadcast_shapes, matvec, or_zeros, sum_gradients
 from pyro_cvi.structured import ProcessBelief
 from pyro_cvi.updates import Belief, FamilyBelief
 
-__all__ = ["Evaluator", "is_own", "moments_of"]
+__all__ = ["Evaluator", "Slope", "is_own", "moments_of"]
 
 Leaves = dict[str, tuple[Tensor, ...]]
 
@@ -60,13 +60,30 @@ def is_own(plan: Plan, shards: Shards, block: Block) -> bool:
     return all(shards.hold(frozenset(n for n, *_ in plan.latents[s].plates)) for s in block.sites)
 
 
+class Cached(NamedTuple):
+    """The value of a factor, the state of its blocks, and the moments that it was computed from."""
+
+    version: tuple[int, ...]
+    value: Tensor
+    moments: Moments
+
+
+class Slope(NamedTuple):
+    """Mean and variance of a predictor, with their graph, and the derivatives of a factor in them."""
+
+    mean: Tensor
+    variance: Tensor
+    by_mean: Tensor
+    by_variance: Tensor
+
+
 class Kept(NamedTuple):
     """What `Evaluator.restore` needs."""
 
     belief: Belief
     leaves: tuple[Tensor, ...]
     version: int
-    cache: dict[str, tuple[tuple[int, ...], Tensor]]
+    cache: dict[str, Cached]
 
 
 class Evaluator:
@@ -83,7 +100,7 @@ class Evaluator:
         self.beliefs = dict(beliefs)
         self.leaves: Leaves = {n: b.leaves() for n, b in self.beliefs.items()}
         self._version = dict.fromkeys(self.beliefs, 0)
-        self._cache: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self._cache: dict[str, Cached] = {}
         self._bare: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._count = 0
         self._moments: tuple[Moments, Leaves] | None = None
@@ -136,18 +153,46 @@ class Evaluator:
 
         (And to those of its discrete blocks where the factor has learnt constants.)
         """
+        return self._at(f).value
+
+    def _at(self, f: CompiledFactor) -> Cached:
         key = self._key(f)
         cached = self._cache.get(f.name)
-        if cached is None or cached[0] != key:
+        if cached is None or cached.version != key:
             with torch.enable_grad():
                 moments, probabilities = self._now()
                 if self.plan.learns:
                     value = f(moments, probabilities)
                 else:
                     value = self._statistics_of(f)(moments)
-                cached = (key, value)
+                cached = Cached(key, value, moments)
             self._cache[f.name] = cached
-        return cached[1]
+        return cached
+
+    def slopes(self, f: CompiledFactor, functions: Sequence[Function]) -> list[Slope]:
+        """The predictors of some functions of a factor, and how its value changes with them."""
+        known = self._at(f)
+        flat = [t for x in functions for t in known.moments.predictor(x.predictor, x.cells)]
+        wanted = [t for t in flat if t.requires_grad]
+        found = iter(torch.autograd.grad(known.value, wanted, retain_graph=True, allow_unused=True))
+        grads = [or_zeros(next(found) if t.requires_grad else None, t) for t in flat]
+        quadruples = zip(flat[::2], flat[1::2], grads[::2], grads[1::2], strict=True)
+        return [
+            Slope(*(t.reshape(x.shape) for t in four))
+            for x, four in zip(functions, quadruples, strict=True)
+        ]
+
+    def at_a_probe(self, block: Block, functions: Sequence[Function]) -> list[Tensor]:
+        """The predictors of some functions where the block's mean is a probe; constants left out."""
+        gaussian = {
+            n: (torch.zeros_like(m), v) for n, (m, v) in self._without_graph()[0].gaussian.items()
+        }
+        loc, cov = gaussian[block.name]
+        probe = torch.arange(1, loc.numel() + 1, dtype=loc.dtype, device=loc.device).cos()
+        moments = Moments({**gaussian, block.name: (probe.reshape(loc.shape), cov)}, {})
+        with torch.no_grad():
+            means = [x.predictor.mean(moments, without_constant=True) for x in functions]
+        return [m.expand(x.cells).reshape(x.shape) for m, x in zip(means, functions, strict=True)]
 
     def _key(self, f: CompiledFactor) -> tuple[int, ...]:
         """The state of a factor's blocks."""

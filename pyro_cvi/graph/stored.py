@@ -13,19 +13,26 @@ from zero that would have no digits left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from pyro_cvi.linalg import matvec
-from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.plan import Block, CompiledFactor
+from pyro_cvi.graph.rows import (
+    MOST_SCALARS,
+    Rows,
+    RowSites,
+    natural_gradient,
+    row_functions,
+    shifted,
+)
+from pyro_cvi.graph.windows import Part
+from pyro_cvi.updates import Belief, GaussianBelief
 
 __all__ = ["Batches", "SiteMessages"]
-
-_MOST_SCALARS = 1 << 26
-"""Beyond this many scalars of stored messages the stochastic rule serves, which stores none."""
 
 Tensors = tuple[Tensor, ...]
 
@@ -71,27 +78,38 @@ class SiteMessages:
 
     With `fitted` the present posterior counts as the outcome of an earlier pass over all elements.
     It `is_mixed` when batches come that are not those of the pass before: what is left of an old batch
-    is then only a share of its message.
+    is then only a share of its message. If this one was in the pass before, it `returns`.
     """
 
     def __init__(self, full: int, *, fitted: bool) -> None:
-        self.full = full
+        self.full, self.fitted = full, fitted
+        self._index = self._counted = torch.zeros(0, dtype=torch.long)
+        self._rows: dict[str, RowSites] = {}
         self._owner = torch.full((full,), 0 if fitted else -1)
         self._slots: dict[int, _Slot] = {0: _Slot(full, full)} if fitted else {}
         self._sums: dict[str, Tensors] = {}
         self._centre: dict[str, Tensor] = {}
         self._covered = full if fitted else 0
         self._current = 0
-        self.is_mixed = False
+        self.is_mixed, self.returns = False, fitted
         self._undo: tuple[Tensor, Tensor, dict[int, _Slot], dict[str, Tensors], int] | None = None
 
-    def begin(self, index: Tensor) -> None:
-        """The elements of this batch no longer count for the batches they were in."""
-        index = index.cpu()
+    def begin(self, window: Tensor, own: int | None = None) -> Tensor:
+        """The elements of this batch no longer count for the batches they were in.
+
+        Says which of the window count, (elements,): its first `own`, and each of them once.
+        """
+        window = window.cpu()
+        self._counted = _first(window, len(window) if own is None else own)
+        self._index = index = window[self._counted]
+        for sites in self._rows.values():
+            sites.begin()
         old = self._owner[index]
         self._undo = (index, old, dict(self._slots), dict(self._sums), self._covered)
         keys, counts = old.unique(return_counts=True)
-        self.is_mixed = self.is_mixed or (self._covered == self.full and len(keys) > 1)
+        complete = self._covered == self.full
+        self.is_mixed = self.is_mixed or (complete and len(keys) > 1)
+        self.returns = complete and not self.is_mixed
         for key, n in zip(keys.tolist(), counts.tolist(), strict=True):
             if key < 0:
                 self._covered += n
@@ -106,6 +124,7 @@ class SiteMessages:
         self._current += 1
         self._owner[index] = self._current
         self._slots[self._current] = _Slot(len(index), len(index))
+        return self._counted
 
     @property
     def is_whole(self) -> bool:
@@ -119,6 +138,8 @@ class SiteMessages:
             index, old, self._slots, self._sums, self._covered = self._undo
             self._owner[index] = old
             self._undo = None
+        for sites in self._rows.values():
+            sites.undo()
 
     def put(self, block: str, belief: Belief, gradient: Tensors, rest: Tensors) -> Tensors:
         """Store this batch's message to a block and give the block's whole gradient.
@@ -127,7 +148,7 @@ class SiteMessages:
         """
         first = self._slots.get(0)
         if first is not None and block not in first.messages:  # what an earlier pass has left
-            whole = self._as_message(block, belief, _natural_gradient(belief))
+            whole = self._as_message(block, belief, natural_gradient(belief))
             own = self._as_message(block, belief, rest)
             message = tuple(a - b for a, b in zip(whole, own, strict=True))
             self._slots[0] = replace(first, messages={**first.messages, block: message})
@@ -143,9 +164,27 @@ class SiteMessages:
         back = self._as_gradient(block, belief, total)
         return tuple(a + b for a, b in zip(rest, back, strict=True))
 
+    def by_row(
+        self, evaluator: Evaluator, block: Block, factors: Sequence[CompiledFactor], part: Part,
+        gradient: Tensors, rest: Tensors,
+    ) -> Tensors | None:  # fmt: skip
+        """As `put`, with a message of each row; None where rows see more than one predictor."""
+        functions = row_functions(factors, block.name, part)
+        if functions is None or not isinstance(evaluator.beliefs[block.name], GaussianBelief):
+            return None
+        if block.name not in self._rows:
+            self._rows[block.name] = RowSites(self.full, fitted=self.fitted)
+        sites = self._rows[block.name]
+        rows = Rows(part, self._index, self._counted)
+        return sites.exchange(evaluator, block, functions, rows, gradient, rest)
+
+    def has_rows(self, block: str) -> bool:
+        """Whether messages of all rows to a block are known."""
+        return self._rows[block].is_whole
+
     def fits(self, scalars: int, batch: int) -> bool:
         """Whether messages of this many scalars for each batch of a pass can be kept."""
-        return scalars * (-(-self.full // max(batch, 1)) + len(self._slots)) <= _MOST_SCALARS
+        return scalars * (-(-self.full // max(batch, 1)) + len(self._slots)) <= MOST_SCALARS
 
     def _add(self, block: str, message: Tensors, weight: float) -> None:
         old = self._sums.get(block)
@@ -157,20 +196,17 @@ class SiteMessages:
     def _as_message(self, block: str, belief: Belief, gradient: Tensors) -> Tensors:
         if not isinstance(belief, GaussianBelief):
             return gradient
-        centre = self._centre.setdefault(block, belief.loc.clone())
-        g_loc, g_cov = gradient
-        return g_loc + 2 * matvec(g_cov, centre - belief.loc), g_cov
+        return shifted(gradient, self._centre.setdefault(block, belief.loc.clone()) - belief.loc)
 
     def _as_gradient(self, block: str, belief: Belief, message: Tensors) -> Tensors:
         if not isinstance(belief, GaussianBelief):
             return message
-        first, second = message
-        return first + 2 * matvec(second, belief.loc - self._centre[block]), second
+        return shifted(message, belief.loc - self._centre[block])
 
 
-def _natural_gradient(belief: Belief) -> Tensors:
-    """The gradient under which the belief would stay where it is: its own natural parameters."""
-    if isinstance(belief, GaussianBelief):
-        return torch.zeros_like(belief.loc), -0.5 * belief.precision
-    assert isinstance(belief, FamilyBelief)
-    return belief.natural
+def _first(window: Tensor, own: int) -> Tensor:
+    """Which elements of a window are among its first `own`, and not there before."""
+    order = torch.arange(len(window))
+    places = order.new_full((int(window.max()) + 1,), len(window))
+    places = places.scatter_reduce(0, window, order, "amin")
+    return (places[window] == order) & (order < own)

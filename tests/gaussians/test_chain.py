@@ -1,5 +1,7 @@
 """Block tridiagonal precisions with a border, against dense linear algebra."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -139,6 +141,49 @@ def test_a_step_and_draws_are_those_of_the_dense_gaussian(size: tuple[int, int, 
     z, v = torch.stack([q.draw() for _ in range(6000)]), torch.linalg.inv(s)
     error = (v.diagonal()[:, None] * v.diagonal() + v**2).sqrt() / 6000**0.5
     assert bool(((torch.cov(z.T).reshape(v.shape) - v).abs() < 6 * error).all())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_float32_loses_what_its_conditioning_says(size: tuple[int, int, int, int]) -> None:
+    """Against dense linear algebra in float64 of the same numbers: (node + log2 T) eps cond(S)."""
+    where, blocks = pattern(*size), random_blocks(*size)
+    p, nodes, border = (
+        Blocks(*(t.float() for t in blocks.tensors)),
+        torch.randn(*size[:3]),
+        torch.randn(size[3]),
+    )
+    q = ChainBelief(where, nodes.float(), border.float(), p)
+    order = torch.where(where.place >= 0, where.place, len(where.place) - size[3] - 1 - where.place)
+    s = dense(Blocks(*(t.double() for t in p.tensors)))[order[:, None], order]
+    v = torch.linalg.inv(s)
+    levels = math.ceil(math.log2(size[1])) + 1
+    numbers = 3 * size[2] + levels + size[3] + size[0]
+    unit = 4 * numbers * torch.finfo(torch.float32).eps * float(torch.linalg.cond(s))
+    loc, variance = q.marginals()
+    assert loc.dtype == variance.dtype == q.log_det().dtype == torch.float32
+    assert float((variance - v.diagonal()).abs().max()) < unit * float(v.diagonal().max())
+    some = torch.randperm(len(loc))[:4]
+    assert float((q.covariance(some) - v[some[:, None], some]).abs().max()) < unit * float(
+        v.diagonal().max()
+    )
+    assert abs(float(q.log_det()) - float(torch.logdet(s))) < unit * len(loc)
+    z = torch.randn(3, len(loc)).float()
+    expected = ((z.double() @ s) * z).sum(-1)
+    assert float((q.quadratic(z) - expected).abs().max()) < unit * float(expected.max())
+    ((m, c),) = q.views()
+    g, h = torch.randn_like(m), -torch.eye(c.shape[-1]).float().expand_as(c)
+    new = q.moved([g, h], 0.5)[0]
+    twin = ChainBelief(
+        where,
+        nodes.float().double(),
+        border.float().double(),
+        Blocks(*(t.double() for t in p.tensors)),
+    )
+    wanted = twin.moved([g.double(), h.double()], 0.5)[
+        0
+    ]  # which other tests hold to the dense step
+    apart = (new.marginals()[0] - wanted.marginals()[0]).abs().max()
+    assert float(apart) < unit * float(wanted.marginals()[0].abs().max())
 
 
 def _members(where: Pattern) -> Tensor:

@@ -151,6 +151,39 @@ def test_draws_have_its_covariance(problem: Problem) -> None:
     assert bool(((z.mean(0) - mean).abs() < 6 * (cov.diagonal() / n).sqrt()).all())
 
 
+def single(q: ProcessBelief) -> ProcessBelief:
+    """The same belief, rounded to float32."""
+    spec = q.spec
+    rounded = Predictors(
+        spec.design.float(), spec.widths, spec.counts, spec.open, spec.closed,
+        spec.prior_loc.float(), spec.prior_tril.float(),
+    )  # fmt: skip
+    curvature = [c.float() for c in q.curvature]
+    return ProcessBelief(
+        rounded, q.loc.float(), q.precision.float(), q.coefficients.float(), curvature
+    )
+
+
+def test_float32_loses_what_its_conditioning_says(problem: Problem) -> None:
+    """Against the dense Gaussian in float64: D eps, times the conditions of I + R^T Lambda R and K."""
+    q = problem.belief()
+    mean, precision = problem.dense(q)
+    cov = torch.linalg.inv(precision)
+    near = single(q)
+    root = q.parts.root
+    middle = torch.block_diag(*[b for g in q.curvature for b in g])
+    number = float(torch.linalg.cond(torch.eye(root.shape[1]) + root.T @ middle @ root))
+    if len(problem.spec.closed):
+        number *= float(torch.linalg.cond(problem.spec.prior_tril)) ** 2
+    unit = 4 * (len(mean) + len(middle)) * torch.finfo(torch.float32).eps * number
+    loc, variance = near.marginals()
+    assert loc.dtype == variance.dtype == near.entropy().dtype == torch.float32
+    assert float((loc - mean).abs().max()) < unit * float(mean.abs().max())
+    assert float((variance - cov.diagonal()).abs().max()) < unit * float(cov.diagonal().max())
+    assert abs(float(near.entropy() - q.entropy())) < unit * (1 + abs(float(q.entropy())))
+    assert abs(float(near.log_det()) - float(torch.logdet(precision))) < unit * len(mean)
+
+
 def test_a_step_out_of_the_domain_is_shortened() -> None:
     q = Problem("closed, read as it is", False).belief()
     bad = torch.full((5, 1, 1), 50.0)  # curvature of the wrong sign
