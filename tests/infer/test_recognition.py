@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import Predictive
+from pyro.infer import Predictive, Trace_ELBO
 from torch import nn
 
 from pyro_cvi import CVI, AutoCVI, CVIError, HybridGuide, Recognition, recognition
@@ -301,3 +301,13 @@ def test_a_network_learns_what_the_closed_form_says():
     assert float(net.weight.detach()) == pytest.approx(1.0, abs=0.1)
     assert float(net.bias.detach()) == pytest.approx(0.0, abs=0.15)
     assert float(pyro.param("log_scale").detach()) == pytest.approx(0.0, abs=0.1)
+
+
+def test_several_particles_are_a_mean_of_steps():
+    """Twice the draws, the same closed form: q(a) after a full step on codes that are the data."""
+    x = torch.cat([torch.full((30, 1), 2.0), torch.full((30, 1), -1.0)], 1)
+    guide, own, part = guide_of(chain, likelihood, ["z_0", "z_1"])
+    CVI(chain, guide, loss=Trace_ELBO(num_particles=2), seed=4).step(x, 2, 0.3, 1e-3)
+    assert float(own.posterior("a").variance) == pytest.approx(1 / (1 + 30 * 4 / 0.09), rel=0.01)
+    assert float(own.posterior("a").mean) == pytest.approx(-0.5, abs=0.01)
+    assert part.shared
