@@ -73,10 +73,10 @@ def hybrid():
 
 
 KINDS = {
-    "logistic": (lambda: alone(logistic), 50),
-    "mixture": (lambda: alone(mixture), 50),
-    "sampled": (lambda: alone(sampled), 20),
-    "hybrid": (hybrid, 40),
+    "logistic": (lambda: alone(logistic), 30),
+    "mixture": (lambda: alone(mixture), 30),
+    "sampled": (lambda: alone(sampled), 15),
+    "hybrid": (hybrid, 25),
 }
 
 
