@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_cvi.families import GAUSSIAN, AbstractFamily, Natural, from_loc_precision
 from pyro_cvi.linalg import (
+    cholesky,
     inverse_precision,
     log_diagonal_sum,
     matvec,
@@ -121,8 +122,7 @@ class GaussianBelief(AbstractBelief):
     @cached_property
     def factor(self) -> Tensor:
         """Cholesky factor of the precision."""
-        result: Tensor = torch.linalg.cholesky(self.precision)
-        return result
+        return cholesky(self.precision)
 
     @cached_property
     def cov(self) -> Tensor:
