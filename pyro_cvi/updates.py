@@ -205,14 +205,16 @@ class GaussianBelief(AbstractBelief):
         change = change * (factor / length.clamp(min=factor))
         ratio, basis = torch.linalg.eigh(whiten(old.factor, self.precision))
         held = ratio.clamp(1 / factor, factor)
-        if torch.equal(held, ratio):
-            return (
-                self
-                if bool((length <= factor).all())
-                else GaussianBelief(old.loc + change, self.precision)
-            )
-        lifted = old.factor @ basis
-        return GaussianBelief(old.loc + change, (lifted * held[..., None, :]) @ lifted.mT)
+        precision = self.precision
+        if not torch.equal(held, ratio):
+            lifted = old.factor @ basis
+            precision = symmetrise((lifted * held[..., None, :]) @ lifted.mT)
+        # Positive definite, but perhaps not to rounding: in the order of its factor and of its draws.
+        found = torch.linalg.cholesky_ex(torch.stack([precision, precision.flip(-2, -1)]))
+        lost = (found.info != 0).any(0)[..., None, None]
+        moved = GaussianBelief(old.loc + change, torch.where(lost, old.precision, precision))
+        moved.__dict__["factor"] = torch.where(lost, old.factor, found.L[0])
+        return moved
 
     def turned(self, gradient: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient whose target precision has the absolute eigenvalues, relative to this precision.
