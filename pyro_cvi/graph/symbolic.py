@@ -130,8 +130,19 @@ class _Prior(Messenger):
         self.values, self.chosen = values, chosen or {}
         self.one_state = one_state
         self.given: set[str] = set()
+        self.held: set[str] = set()
         self.changed = False
         self.last: str | None = None
+
+    def _pyro_param(self, msg: Any) -> None:
+        value = msg["args"][1] if len(msg["args"]) > 1 else None
+        if isinstance(value, torch.nn.Parameter) and not value.requires_grad:
+            self.held.add(msg["name"])
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        """A parameter that is held stays so: Pyro's store switches the gradient on at first sight."""
+        if msg["name"] in self.held:
+            msg["args"][1].requires_grad_(False)
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
