@@ -178,6 +178,26 @@ class GaussianBelief(AbstractBelief):
         moved.__dict__["factor"] = factor
         return moved, step
 
+    def bent(
+        self, gradient: Sequence[Tensor | None], rho: float, most: float
+    ) -> tuple[GaussianBelief, Step]:
+        """A step of independent scalars on a noisy message, S' = S + rho D + (rho^2 / 2) D^2 / S > 0.
+
+        D = target - S. Whatever the noise in the target, S' is positive and no step is shortened: that
+        would let precisions fall further than they may rise. No precision changes by more than the
+        factor `most`, and no mean by more than that many standard deviations.
+
+        Reference: W. Lin, M. Schmidt, M. E. Khan (2020), arXiv 2002.10060; Y. Shen et al. (2024), arXiv
+        2402.17641, for weights of networks.
+        """
+        change = rho * (-2 * or_zeros(gradient[1], self.precision) / self.precision - 1)
+        ratio = (1 + change + change.square() / 2).clamp(1 / most, most)
+        precision = self.precision * ratio
+        scale = self.precision.squeeze(-1).rsqrt()
+        step = rho * or_zeros(gradient[0], self.loc) / precision.squeeze(-1)
+        loc = self.loc + torch.minimum(torch.maximum(step, -most * scale), most * scale)
+        return GaussianBelief(loc, precision), Step(int((change < -rho).sum()))
+
     def like(self, tensors: Sequence[Tensor]) -> GaussianBelief | None:
         loc, precision = tensors
         found = torch.linalg.cholesky_ex(precision)

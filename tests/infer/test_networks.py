@@ -1,7 +1,7 @@
-"""Networks with Bayesian weights in the last layer, by exact messages.
+"""Networks with Bayesian weights: in the last layer, by exact messages; in all layers, by diagonal ones.
 
 Oracles: Bayesian linear regression on fixed features, autograd of the marginal likelihood and of bounds
-in closed form, the trapezoid rule.
+in closed form, the trapezoid rule, the mean-field optimum of a linear regression.
 """
 
 import copy
@@ -11,10 +11,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pyro_cvi import CVI, AutoCVI, explain
+from pyro_cvi import CVI, AutoCVI, CVIError, explain
+from pyro_cvi.updates import GaussianBelief
 
 N, D, H = 40, 3, 5
 
@@ -186,3 +188,152 @@ def test_features_that_are_held_stay_so():
     cvi.step(x, y)
     after = net.features.state_dict()
     assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+# --- all weights -----------------------------------------------------------------------------------
+
+
+def diagonal(model, start="w"):
+    """The model with diagonal posteriors of the sites whose names begin so."""
+    return poutine.infer_config(
+        model, lambda site: {"posterior": "diagonal"} if site["name"].startswith(start) else {}
+    )
+
+
+def regression(x, y=None, size=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+    with pyro.plate("rows", size or len(x), subsample_size=len(x)):
+        return pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+def correlated():
+    x = torch.randn(60, 4)
+    x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
+    return x, x @ torch.tensor([1.0, -1.0, 0.5, 0.0]) + 0.5 * torch.randn(60)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(60, torch.float64), (20, torch.float32)])
+def test_the_diagonal_fit_is_the_mean_field_optimum(size, dtype):
+    """Of a Gaussian posterior N(m, S^-1): mean m, precisions diag S."""
+    torch.set_default_dtype(dtype)
+    x, y = correlated()
+    model = diagonal(regression)
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide, num_samples=2)
+    for _ in range(300):
+        rows = torch.randperm(60)[:size] if size < 60 else slice(None)
+        cvi.step(x[rows], y[rows], 60)
+    S = torch.eye(4) + x.mT @ x / 0.25
+    q = guide.posterior("w")
+    mean = torch.linalg.solve(S, x.mT @ y / 0.25)
+    # What is left of the noise of steps of size 0.1 (1 + t / 20)^-0.7, in standard deviations.
+    assert float(((q.mean - mean) * S.diagonal().sqrt()).abs().max()) < 0.5
+    torch.testing.assert_close(q.variance * S.diagonal(), torch.ones(4), rtol=0.25, atol=0.0)
+
+
+def test_the_report_says_that_a_posterior_was_asked_for():
+    x, y = correlated()
+    report = explain(diagonal(regression), x, y)
+    assert [(e.factor, e.how) for e in report.edges] == [("w", "exact"), ("y", "sampled")]
+    assert report.edges[1].reason == "its posterior is to be diagonal, and its messages are sampled"
+    (block,) = report.blocks
+    assert (block.structure, block.size, block.reason) == ("diagonal", 4, "as infer asks for")
+    assert {e.how for e in explain(regression, x, y).edges} == {"exact"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_bent_step_is_its_formula_and_stays_positive(dtype):
+    belief = GaussianBelief(torch.zeros(3, 1, dtype=dtype), torch.full((3, 1, 1), 2.0, dtype=dtype))
+    target = torch.tensor([2.5, 0.3, -7.0], dtype=dtype)
+    slope = torch.tensor([[1.0], [-1.0], [1e6]], dtype=dtype)
+    moved, step = belief.bent([slope, -0.5 * target.reshape(3, 1, 1)], 0.3, 4.0)
+    change = 0.3 * (target - 2.0)
+    precision = 2.0 + change + change.square() / 4
+    torch.testing.assert_close(moved.precision.reshape(-1), precision)
+    torch.testing.assert_close(moved.loc[:2], 0.3 * slope[:2] / precision[:2, None])
+    assert float(moved.loc[2]) == pytest.approx(
+        4 / math.sqrt(2)
+    )  # at most four standard deviations
+    assert step.improper == 1
+    wild = belief.bent([slope, torch.full((3, 1, 1), 1e12, dtype=dtype)], 0.3, 4.0)[0]
+    assert bool((wild.precision == 8.0).all())
+
+
+def test_a_step_costs_what_its_draws_do():
+    """Runs of the network in a step on a minibatch: one to see it, one to read it, one for each draw."""
+    runs = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            runs.append(len(x))
+            return super().forward(x)
+
+    net = PyroModule[Counted](4, 1)
+    net.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 4]).to_event(2))
+    net.bias = PyroSample(dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+
+    def model(x, y):
+        f = net(x)
+        with pyro.plate("rows", 60, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(f.squeeze(-1), 0.5), obs=y)
+
+    model = diagonal(model, start="")
+    x, y = correlated()
+    cvi = CVI(model, AutoCVI(model), num_samples=2)
+    for i in range(
+        5
+    ):  # the analysis is checked in the first steps, the second, fourth, eighth, ...
+        cvi.step(x[10 * i : 10 * i + 10], y[10 * i : 10 * i + 10])
+    runs.clear()
+    cvi.step(x[50:], y[50:])
+    assert len(runs) <= 2 + 2
+
+
+def test_scales_and_noise_beside_diagonal_weights_have_exact_messages():
+    """Given draws of the weights q(noise) is Gamma(a + N / 2, .); weights of the layer share a scale."""
+    x, y = correlated()
+
+    def model(x, y):
+        scale = pyro.sample("scale", dist.Gamma(3.0, 3.0))
+        noise = pyro.sample("noise", dist.Gamma(2.0, 1.0))
+        w = pyro.sample("w", dist.Normal(torch.zeros(4), scale.rsqrt()).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal((x @ w).tanh() + x @ w, noise.rsqrt()), obs=y)
+
+    model = diagonal(model)
+    guide = AutoCVI(model)
+    cvi = CVI(model, guide, num_samples=4)
+    for _ in range(80):
+        cvi.step(x, y)
+    w = guide.posterior("w")
+    cvi.step(x, y)
+    how = {(e.factor, e.site): e.how for e in cvi.explain().edges}
+    assert how["w", "scale"] == how["y", "noise"] == how["w", "w"] == "exact"
+    q = guide.posterior("scale")
+    expected = 3 + 0.5 * float((w.mean**2 + w.variance).sum())
+    assert float(q.concentration) == pytest.approx(5.0)
+    assert float(q.rate) == pytest.approx(expected, rel=1e-6)
+    assert float(guide.posterior("noise").concentration) == pytest.approx(2 + 30, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("prior", "match"),
+    [(dist.Gamma(1.0, 1.0), "a Gamma"), (dist.Bernoulli(0.5), "a Bernoulli")],
+)
+def test_a_diagonal_posterior_needs_a_gaussian_one(prior, match):
+    def model():
+        w = pyro.sample("w", prior)
+        pyro.sample("y", dist.Normal(w, 1.0), obs=torch.tensor(1.0))
+
+    with pytest.raises(CVIError, match=f"'w'.*{match}"):
+        explain(diagonal(model))
+
+
+def test_a_diagonal_posterior_is_of_all_elements():
+    def model(x):
+        with pyro.plate("rows", 10, subsample_size=len(x)):
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(w, 1.0), obs=x)
+
+    with pytest.raises(CVIError, match="'w'.*subsampled plate 'rows'"):
+        explain(diagonal(model), torch.zeros(5))
