@@ -1,5 +1,7 @@
 """Small dense linear algebra on the trailing dimensions of batched tensors.
 
+Matrices of one scalar, of which a diagonal posterior has 100,000s, are treated as scalars.
+
 Nothing here adds jitter: a matrix that has no Cholesky factor is reported by
 `torch.linalg.cholesky`, not repaired.
 """
@@ -11,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "broadcast_shapes",
+    "cholesky",
     "inverse_precision",
     "log_diagonal_sum",
     "matvec",
@@ -60,7 +63,17 @@ def sum_to_dims(x: Tensor, dims: set[int]) -> Tensor:
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     """A x, for `matrix` of shape (*batch, n, k) and `vector` of shape (*batch, k)."""
+    if matrix.shape[-2:] == (1, 1):
+        return matrix.squeeze(-1) * vector
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """The lower triangular L with L L^T = M; an error if M is not positive definite."""
+    if matrix.shape[-1] == 1 and bool((matrix > 0).all()):
+        return matrix.sqrt()
+    result: Tensor = torch.linalg.cholesky(matrix)
+    return result
 
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
@@ -81,6 +94,8 @@ def solve_lower(factor: Tensor, vector: Tensor) -> Tensor:
 
 def solve_precision(factor: Tensor, vector: Tensor) -> Tensor:
     """(L L^T)^-1 x, for a Cholesky `factor` and a `vector` of shape (*batch, n)."""
+    if factor.shape[-1] == 1:
+        return vector / factor.squeeze(-1).square()
     return torch.cholesky_solve(vector.unsqueeze(-1), factor).squeeze(-1)
 
 
@@ -89,6 +104,8 @@ def inverse_precision(factor: Tensor) -> Tensor:
 
     Not `torch.cholesky_inverse`, whose forward-mode derivative is wrong in torch 2.13.
     """
+    if factor.shape[-1] == 1:
+        return factor.square().reciprocal()
     identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     inverse: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
     return inverse.mT @ inverse
@@ -96,6 +113,8 @@ def inverse_precision(factor: Tensor) -> Tensor:
 
 def whiten(factor: Tensor, matrix: Tensor) -> Tensor:
     """L^-1 M L^-T, for a lower triangular `factor` and a symmetric `matrix`."""
+    if factor.shape[-1] == 1:
+        return matrix / factor.square()
     half = torch.linalg.solve_triangular(factor, matrix, upper=False)
     return symmetrise(torch.linalg.solve_triangular(factor, half.mT, upper=False))
 
@@ -111,6 +130,8 @@ def precision_to_scale_tril(precision: Tensor) -> Tensor:
     With J the exchange matrix and J P J = L L^T, the matrix J L J is upper triangular and P = (J L
     J)(J L J)^T, so that T = (J L J)^-T.
     """
+    if precision.shape[-1] == 1:
+        return cholesky(precision).reciprocal()
     upper: Tensor = torch.linalg.cholesky(precision.flip(-2, -1)).flip(-2, -1)
     identity = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
     scale_tril: Tensor = torch.linalg.solve_triangular(upper.mT, identity, upper=False)

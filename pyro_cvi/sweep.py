@@ -73,6 +73,10 @@ _FINAL_DRAWS = 32
 """Fewest draws that decide whether an average is taken."""
 _TRUST = 4.0
 """Factor by which a sampled step may change shape and mean of a Gamma."""
+_FIRST, _WARM, _SHARES = 0.1, 20, 16
+"""Step t of diagonal posteriors that infer asks for has the size 0.1 (1 + t / 20)^-0.7 with 16 batches
+in a pass. The noise of a message grows with their number: with p times as many, steps are p times
+smaller and fall p times later; with fewer they only fall later, as correlated scalars take long."""
 _LOCAL_CLIMB = 25
 """Steps in which the points climb that sampled local blocks of a minibatch begin around."""
 _LOCAL_ROUNDS = 4
@@ -243,7 +247,9 @@ class Sweeper:
             for block in plan.blocks:
                 if block.moves and block.name not in noisy:
                     self.deterministic(evaluator, block)
-        if noisy:
+        if noisy and plan.drawn:
+            self._drawn(evaluator, prepared, sampler(), noisy, fresh)
+        elif noisy:
             self._sampled(evaluator, sampler(), noisy, fresh)
         elif self.accelerated and not plan.stochastic and not plan.learns and self.temperature == 1:
             self._accelerate(evaluator, before)
@@ -321,9 +327,8 @@ class Sweeper:
         outer = [b for b in plan.blocks if b.moves and b.name not in noisy]
         outer = [b for b in outer if not self.is_local(plan, b)]
         seen, rate = self._remembered(prepared, outer, fitted), self.rate
-        if seen is None and self.drifts:
-            passes = max((p.scale for p in prepared.parts.values()), default=1.0)
-            rate = max(rate, 1 / (self.memory * passes))
+        if seen is None:
+            rate = max(rate, self._least_rate(prepared))
         if self.time == 0 and not fitted and _is_symmetric(plan):
             # The start of a discrete site breaks the symmetry of a mixture only if the others look at
             # it before it moves.
@@ -362,6 +367,11 @@ class Sweeper:
     def rate(self) -> float:
         """rho_t of the stochastic rule."""
         return min(1.0, (self.time + self.delay) ** -self.forget)
+
+    def _least_rate(self, prepared: Prepared) -> float:
+        """What steps do not fall below where targets drift."""
+        passes = max((p.scale for p in prepared.parts.values()), default=1.0)
+        return 1 / (self.memory * passes) if self.drifts else 0.0
 
     def _remembered(
         self, prepared: Prepared, outer: list[Block], fitted: bool
@@ -604,9 +614,14 @@ class Sweeper:
         rho: float,
         noisy: bool = False,
     ) -> None:
-        moved, step = evaluator.beliefs[block.name].moved(gradient, rho)
-        if noisy:
-            moved = moved.trusted(evaluator.beliefs[block.name], _TRUST)
+        old = evaluator.beliefs[block.name]
+        moved: Belief
+        if noisy and block.name in evaluator.plan.drawn:
+            assert isinstance(old, GaussianBelief)
+            moved, step = old.bent(gradient, rho, _TRUST)
+        else:
+            moved, step = old.moved(gradient, rho)
+            moved = moved.trusted(old, _TRUST) if noisy else moved
         if moved.is_finite():
             evaluator.set(block.name, moved)
             self._count(block.name, step)
@@ -648,6 +663,25 @@ class Sweeper:
 
     # --- sampled factors ---------------------------------------------------------------------------
 
+    def _drawn(
+        self, evaluator: Evaluator, prepared: Prepared, sampler: Sampler, noisy: frozenset[str],
+        fresh: bool,
+    ) -> None:  # fmt: skip
+        """One decreasing step of all blocks that sampled factors touch; some are to be diagonal.
+
+        One estimate and no test: a step costs what its draws do. Their value is that before the step.
+        """
+        self.settle_sampled(evaluator, sampler, noisy, fresh=fresh)
+        estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed())
+        share = max((p.scale for p in prepared.parts.values()), default=1.0) / _SHARES
+        slower = max(share, 1 / share)
+        rho = min(_FIRST, _FIRST / share) * (1 + self.time / (_WARM * slower)) ** -0.7
+        rho = max(rho, self._least_rate(prepared))
+        for block in evaluator.plan.blocks:
+            if block.name in noisy and block.moves and not block.placement:
+                self.noisy(evaluator, block, estimate.messages.get(block.name), rho)
+        self.sampled_value = estimate.value
+
     def _sampled(
         self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str], fresh: bool
     ) -> None:
@@ -666,7 +700,7 @@ class Sweeper:
             before = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
         start = self._directions(evaluator, blocks, before)
         cloud = self.averaging
-        rho = self._held or self._rate * (1 + self.time / 20) ** -0.7
+        rho = self._held or self._rate * (1 + self.time / _WARM) ** -0.7
         stationary = False
         if not plan.stochastic and not plan.learns and self.temperature == 1:
             cloud.scalars = sum(b.size for b in blocks)

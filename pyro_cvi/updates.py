@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_cvi.families import GAUSSIAN, AbstractFamily, Natural, from_loc_precision
 from pyro_cvi.linalg import (
+    cholesky,
     inverse_precision,
     log_diagonal_sum,
     matvec,
@@ -121,8 +122,7 @@ class GaussianBelief(AbstractBelief):
     @cached_property
     def factor(self) -> Tensor:
         """Cholesky factor of the precision."""
-        result: Tensor = torch.linalg.cholesky(self.precision)
-        return result
+        return cholesky(self.precision)
 
     @cached_property
     def cov(self) -> Tensor:
@@ -178,6 +178,26 @@ class GaussianBelief(AbstractBelief):
         moved.__dict__["factor"] = factor
         return moved, step
 
+    def bent(
+        self, gradient: Sequence[Tensor | None], rho: float, most: float
+    ) -> tuple[GaussianBelief, Step]:
+        """A step of independent scalars on a noisy message, S' = S + rho D + (rho^2 / 2) D^2 / S > 0.
+
+        D = target - S. Whatever the noise in the target, S' is positive and no step is shortened: that
+        would let precisions fall further than they may rise. No precision changes by more than the
+        factor `most`, and no mean by more than that many standard deviations.
+
+        Reference: W. Lin, M. Schmidt, M. E. Khan (2020), arXiv 2002.10060; Y. Shen et al. (2024), arXiv
+        2402.17641, for weights of networks.
+        """
+        change = rho * (-2 * or_zeros(gradient[1], self.precision) / self.precision - 1)
+        ratio = (1 + change + change.square() / 2).clamp(1 / most, most)
+        precision = self.precision * ratio
+        scale = self.precision.squeeze(-1).rsqrt()
+        step = rho * or_zeros(gradient[0], self.loc) / precision.squeeze(-1)
+        loc = self.loc + torch.minimum(torch.maximum(step, -most * scale), most * scale)
+        return GaussianBelief(loc, precision), Step(int((change < -rho).sum()))
+
     def like(self, tensors: Sequence[Tensor]) -> GaussianBelief | None:
         loc, precision = tensors
         found = torch.linalg.cholesky_ex(precision)
@@ -205,14 +225,16 @@ class GaussianBelief(AbstractBelief):
         change = change * (factor / length.clamp(min=factor))
         ratio, basis = torch.linalg.eigh(whiten(old.factor, self.precision))
         held = ratio.clamp(1 / factor, factor)
-        if torch.equal(held, ratio):
-            return (
-                self
-                if bool((length <= factor).all())
-                else GaussianBelief(old.loc + change, self.precision)
-            )
-        lifted = old.factor @ basis
-        return GaussianBelief(old.loc + change, (lifted * held[..., None, :]) @ lifted.mT)
+        precision = self.precision
+        if not torch.equal(held, ratio):
+            lifted = old.factor @ basis
+            precision = symmetrise((lifted * held[..., None, :]) @ lifted.mT)
+        # Positive definite, but perhaps not to rounding: in the order of its factor and of its draws.
+        found = torch.linalg.cholesky_ex(torch.stack([precision, precision.flip(-2, -1)]))
+        lost = (found.info != 0).any(0)[..., None, None]
+        moved = GaussianBelief(old.loc + change, torch.where(lost, old.precision, precision))
+        moved.__dict__["factor"] = torch.where(lost, old.factor, found.L[0])
+        return moved
 
     def turned(self, gradient: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient whose target precision has the absolute eigenvalues, relative to this precision.

@@ -295,6 +295,14 @@ def opaque(sites: Iterable[str], reason: str, shape: Sequence[int]) -> Expressio
     )
 
 
+def is_opaque(e: Expression) -> bool:
+    """Whether nothing is known of a value but its sites."""
+    if len(e.terms) != 1 or isinstance(e.constant, Tensor) or e.constant != 0:
+        return False
+    (term,) = e.terms
+    return len(term.operands) == 1 and isinstance(term.operands[0], Opaque)
+
+
 def opaque_parts(e: Expression) -> list[Opaque]:
     """All opaque operands, however deep."""
     found: list[Opaque] = []

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import Expression, as_expression, opaque, opaque_parts
+from pyro_cvi.algebra.expression import (
+    Expression,
+    as_expression,
+    is_opaque,
+    opaque,
+    opaque_parts,
+)
 
 __all__ = [
     "LatentTensor",
@@ -230,6 +236,13 @@ def expression_of(x: Any) -> Expression:
     return as_expression(x if isinstance(x, Tensor) else float(x))
 
 
+def hidden(x: Tensor, reason: str) -> Tensor:
+    """The same value, of which the algebra knows no more than the sites; a plain tensor as it is."""
+    if not isinstance(x, LatentTensor):
+        return x
+    return LatentTensor.make(plain(x), opaque(x.expression.sites, reason, x.expression.shape))
+
+
 def latents_in(x: Any) -> Iterator[LatentTensor]:
     """Every LatentTensor in a nest of tuples, lists and dicts."""
     if isinstance(x, LatentTensor):
@@ -281,7 +294,14 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs = {k: v for k, v in kwargs.items() if k not in named}
     expressions: Any = None
     tensors = (out,) if isinstance(out, Tensor) else tuple(out)
-    if rule is not None and all(isinstance(t, Tensor) for t in tensors) and _is_real(out):
+    inputs = list(latents_in((args, kwargs)))
+    unknown = bool(inputs) and all(is_opaque(v._expression) for v in inputs)
+    if (
+        rule is not None
+        and not unknown  # of what is unknown no rule could tell more
+        and all(isinstance(t, Tensor) for t in tensors)
+        and _is_real(out)
+    ):
         symbols = isinstance(rule, _Rewrite)
         try:
             with nullcontext() if symbols else torch._C.DisableTorchFunctionSubclass():
@@ -290,10 +310,10 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             # An unusual call form: the value is right, only its structure is not known.
             expressions = None
     if expressions is None:
-        inputs = list(latents_in((args, kwargs)))
         sites = frozenset().union(*(v._expression.sites for v in inputs))
+        known = rule is not None and unknown
         expressions = tuple(
-            opaque(sites, _opaque_reason(key, inputs, t), tuple(t.shape))
+            opaque(sites, _opaque_reason(key, inputs, t, known), tuple(t.shape))
             if isinstance(t, Tensor)
             else None
             for t in tensors
@@ -306,8 +326,11 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return out if not isinstance(out, tuple | list) else _rebuild(out, wrapped)
 
 
-def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor) -> str:
-    """Why a result is opaque; what jumps, or comes from something that does, has no gradient."""
+def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor, known: bool) -> str:
+    """Why a result is opaque; what jumps, or comes from something that does, has no gradient.
+
+    With `known` the operation has a rule, and its inputs are the reason.
+    """
     label = key.removeprefix("property_")
     for v in inputs:
         for part in opaque_parts(v._expression):
@@ -315,7 +338,7 @@ def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor) -> str:
                 return part.reason
     if key in _JUMPS or not (result.dtype.is_floating_point or result.dtype.is_complex):
         return f"'{label}' is constant in steps, {NO_GRADIENT}"
-    return f"'{label}' has no rule"
+    return opaque_parts(inputs[0]._expression)[0].reason if known else f"'{label}' has no rule"
 
 
 def _rebuild(out: Any, wrapped: list[Any]) -> Any:

@@ -29,6 +29,7 @@ from pyro_cvi.algebra.expression import (
     Term,
     fresh_label,
 )
+from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
 from pyro_cvi.graph.chain import Chain, chain_of
@@ -73,13 +74,14 @@ def gaussian_blocks(
     is sampled, are split no further than into single scalars.
     """
     every = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
-    gaussian = {n: latent for n, latent in every.items() if not latent.held}
+    gaussian = {n: x for n, x in every.items() if not x.held and not x.diagonal}
     refs = {n: latent.ref for n, latent in gaussian.items()}
     couplings = _couplings(factors, refs)
     opaque = [set(o) & set(gaussian) for f in factors for o in _opaque_sites(f.expression)]
     apart = _apart(factors)
     groups = _join(gaussian, couplings, opaque, apart, parts)
     blocks = [_held(x, max_dense_dim, parts.get(n, ())) for n, x in every.items() if x.held]
+    blocks += [_diagonal(x, parts.get(n, ())) for n, x in every.items() if x.diagonal]
     viewed: dict[str, GaussianBlock] = {}
     if not any(parts.values()):
         for group in groups:
@@ -117,6 +119,24 @@ def _held(latent: Latent, max_dense_dim: int, parts: tuple[Part, ...]) -> Gaussi
     else:
         (block,) = _layouts([n], alone, [], [], max_dense_dim, frozenset())
     return replace(block, reason="held at its prior")
+
+
+def _diagonal(latent: Latent, parts: tuple[Part, ...]) -> GaussianBlock:
+    """The block of a site whose scalars are to be independent."""
+    if parts:
+        raise CVIError(
+            message(
+                f"latent site '{latent.name}'",
+                f"infer={{'posterior': 'diagonal'}} in the subsampled plate '{parts[0].name}'",
+                "a site outside of subsampled plates, as the weights of a network",
+                "leave it out for this site",
+            )
+        )
+    shapes = {latent.name: latent.shape}
+    count = math.prod(latent.shape)
+    layout = Layout.from_components(shapes, torch.arange(count, device=latent.value.device))
+    layout = layout or Layout.dense(shapes, latent.value.device)
+    return GaussianBlock((latent.name,), replace(layout, kind="diagonal"), "as infer asks for")
 
 
 def _couplings(factors: Sequence[Factor], refs: Mapping[str, SiteRef]) -> list[Coupling]:

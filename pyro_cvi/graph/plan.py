@@ -282,6 +282,11 @@ class Plan:
             owner(s) for f in self.factors for s, h in f.how.items() if h.kind != "exact"
         )
 
+    @cached_property
+    def drawn(self) -> frozenset[str]:
+        """The blocks whose sites are to have a diagonal posterior, from draws."""
+        return frozenset(b.name for b in self.blocks if self.latents[b.sites[0]].diagonal)
+
     def noisy(self) -> frozenset[str]:
         """The blocks that sampled factors touch."""
         return frozenset().union(*(f.blocks for f in self.factors if f.sampled))

@@ -59,8 +59,9 @@ class Sampling:
     """How factors are sampled that neither algebra nor quadrature can average.
 
     Attributes:
-        num_samples: draws a step, rounded up to an even number of at least 4. A Gaussian block gets four
-            for each of its scalars up to 32 of them, and two up to 64.
+        num_samples: draws a step, rounded up to an even number of at least 4 (or 2, where sites are to
+            have a diagonal posterior). A Gaussian block gets four for each of its scalars up to 32 of
+            them, and two up to 64.
         antithetic: draws come in pairs that mirror each other (not those of Wishart blocks).
         fisher: "analytic", or "sampled": the matrix d mean / d natural of a Gamma, inverse Gamma, Beta
             or Dirichlet block is then estimated from the draws of the gradient (the paper's way).
@@ -119,12 +120,13 @@ class Sampler:
         self.shards = shards or Shards()
         self.own = frozenset(b.name for b in plan.blocks if is_own(plan, self.shards, b))
         self._share = 1 / self.shards.count  # of factors that all processes have
-        self.count = max(4, options.num_samples + options.num_samples % 2)  # two halves of pairs
+        least = 2 if plan.drawn else 4  # two halves of pairs, where steps are judged by them
+        self.count = max(least, options.num_samples + options.num_samples % 2)
         self.names = frozenset(f.name for f in plan.factors if f.sampled)
         sites = plan.sampled_sites()
         self.blocks = [b for b in plan.blocks if sites & set(b.sites)]
         width = max((b.layout.width for b in self.blocks if b.layout is not None), default=0)
-        if width <= _FULL_ROUND:
+        if 1 < width <= _FULL_ROUND:
             self.count = max(self.count, 4 * width if width <= _FULL_HALVES else 2 * width)
         self.by_score = {
             s
@@ -560,6 +562,8 @@ def _orthogonal(count: int, like: Tensor) -> Tensor:
     takes most of the noise out of Stein's estimate of the curvature.
     """
     d = like.shape[-1]
+    if d == 1:
+        return torch.randn(count, *like.shape, dtype=like.dtype, device=like.device)
     rounds = []
     for _ in range(-(-count // d)):
         g = torch.randn(*like.shape[:-1], d, d, dtype=like.dtype, device=like.device)

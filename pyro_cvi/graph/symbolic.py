@@ -27,6 +27,7 @@ from pyro_cvi.algebra.latent import (
     LatentTensor,
     Recorder,
     expression_of,
+    hidden,
     plain,
     recording,
 )
@@ -47,6 +48,7 @@ from pyro_cvi.linalg import broadcast_shapes
 __all__ = ["Call", "Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "traced"]
 
 Model = Callable[..., Any]
+DIAGONAL = "its posterior is to be diagonal, and its messages are sampled"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,8 @@ class Latent:
     `batch_shape` has the plates (no enumeration dims). `enum_dim` is the dim (negative) along which a
     discrete site is enumerated, and `support` its values, (K, *event). A site whose prior has no family
     stands for its unconstrained value u: shapes, prior and value are those of u, and x = `transform`(u).
-    A site that is `held` keeps its prior for its posterior: `infer={"posterior": "prior"}`.
+    A site that is `held` keeps its prior for its posterior: `infer={"posterior": "prior"}`. One that is
+    `diagonal`, `infer={"posterior": "diagonal"}`, is hidden from the algebra after its own prior.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Latent:
     support: Tensor | None = None
     transform: Any = None
     held: bool = False
+    diagonal: bool = False
 
     def constrained(self, value: Tensor) -> Tensor:
         """The site's value in the model, from the one that its posterior is about."""
@@ -130,8 +134,19 @@ class _Prior(Messenger):
         self.values, self.chosen = values, chosen or {}
         self.one_state = one_state
         self.given: set[str] = set()
+        self.held: set[str] = set()
         self.changed = False
         self.last: str | None = None
+
+    def _pyro_param(self, msg: Any) -> None:
+        value = msg["args"][1] if len(msg["args"]) > 1 else None
+        if isinstance(value, torch.nn.Parameter) and not value.requires_grad:
+            self.held.add(msg["name"])
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        """A parameter that is held stays so: Pyro's store switches the gradient on at first sight."""
+        if msg["name"] in self.held:
+            msg["args"][1].requires_grad_(False)
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg):
@@ -181,7 +196,8 @@ def _fits(chosen: Tensor | None, fn: Any) -> bool:
 class _OnRealLine(Messenger):
     """Latent sites without a family are sites of their unconstrained value; the model gets T of it.
 
-    It stands inside of the trace, which records the value before it is transformed.
+    It stands inside of the trace, which records the value before it is transformed. In the same way the
+    prior of a site with a diagonal posterior is read, and nothing else is that comes of it.
     """
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -191,6 +207,8 @@ class _OnRealLine(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if is_factor_site(msg) and isinstance(msg["fn"], Unconstrained):
             msg["value"] = msg["fn"].transform(msg["value"])
+        if is_factor_site(msg) and msg["infer"].get("posterior") == "diagonal":
+            msg["value"] = hidden(msg["value"], DIAGONAL)
 
 
 def traced(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
@@ -336,6 +354,7 @@ def _describe(site: Any, nesting: int) -> Latent:
             )
         )
     family = GAUSSIAN if isinstance(fn, Unconstrained) else family_of(fn)
+    wanted = _wanted_posterior(site, family)
     plates = tuple(
         (f.name, f.dim, f.size, f.full_size if f.full_size is not None else f.size)
         for f in site["cond_indep_stack"]
@@ -353,20 +372,23 @@ def _describe(site: Any, nesting: int) -> Latent:
     kind = "real" if family is GAUSSIAN else _kind(fn.support)
     ref = SiteRef(name, tuple(value.shape), event_dim, kind)
     transform = fn.transform if isinstance(fn, Unconstrained) else None
-    held = _is_held(site)
     return Latent(
-        name, family, ref, batch, event_dim, fn, value, plates, transform=transform, held=held
-    )
+        name, family, ref, batch, event_dim, fn, value, plates, transform=transform,
+        held=wanted == "prior", diagonal=wanted == "diagonal",
+    )  # fmt: skip
 
 
-def _is_held(site: Any) -> bool:
-    """Whether the posterior is to be the prior, which then must be a Normal one without a mask."""
-    wanted = site["infer"].get("posterior")
-    if wanted is None:
-        return False
+def _wanted_posterior(site: Any, family: AbstractFamily | None) -> str | None:
+    """What `infer` says of the posterior: that it is the prior (a Normal one), or diagonal."""
+    wanted: str | None = site["infer"].get("posterior")
+    if wanted is None or (wanted == "diagonal" and family is GAUSSIAN):
+        return wanted
     found, fn = f"infer={{'posterior': {wanted!r}}}", site["fn"]
     core = peel(fn.constrained if isinstance(fn, Unconstrained) else fn)
-    if wanted != "prior":
+    if wanted == "diagonal":
+        found += f" on a {type(core).__name__}"
+        remedy = "leave it out for this site; its scalars have no Gaussian posterior"
+    elif wanted != "prior":
         remedy = "leave it out; CVI chooses the posterior's family"
     elif not isinstance(core, torch.distributions.Normal):
         found += f" on a {type(core).__name__}"
@@ -375,8 +397,10 @@ def _is_held(site: Any) -> bool:
         found += " under a mask"
         remedy = "leave the mask to the sites that are to be fitted"
     else:
-        return True
-    expected = '"prior", on a Normal site without a mask'
+        return wanted
+    expected = (
+        '"prior", on a Normal site without a mask, or "diagonal", on one with a Gaussian posterior'
+    )
     raise CVIError(message(f"latent site '{site['name']}'", found, expected, remedy))
 
 

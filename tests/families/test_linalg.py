@@ -1,5 +1,6 @@
 """`linalg` against explicit inverses, values and forward derivatives, on a prescribed spectrum."""
 
+import pytest
 import torch
 
 from pyro_cvi import linalg
@@ -43,3 +44,16 @@ def test_inverse_has_the_right_forward_derivative() -> None:
 
     value, tangent = torch.func.jvp(inverse, (matrix,), (change,))
     torch.testing.assert_close(tangent, -value @ change @ value, rtol=1e-9, atol=1e-9)
+
+
+def test_matrices_of_one_scalar_are_treated_as_any_other() -> None:
+    """Against the same scalars in 2 x 2 diagonal matrices."""
+    a, m, v = torch.rand(5, 1, 1) + 0.5, torch.randn(5, 1, 1), torch.randn(5, 1)
+    wide = [torch.diag_embed(x.reshape(5, 1).expand(5, 2)) for x in (a, m)]
+    for f in (linalg.cholesky, linalg.inverse_precision, linalg.precision_to_scale_tril):
+        torch.testing.assert_close(f(a)[:, 0, 0], f(wide[0])[:, 0, 0])
+    torch.testing.assert_close(linalg.whiten(a, m)[:, 0, 0], linalg.whiten(*wide)[:, 0, 0])
+    for g in (linalg.matvec, linalg.solve_precision):
+        torch.testing.assert_close(g(a, v)[:, 0], g(wide[0], v.expand(5, 2))[:, 0])
+    with pytest.raises(RuntimeError, match="positive"):
+        linalg.cholesky(-a)

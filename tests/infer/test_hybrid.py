@@ -473,3 +473,123 @@ def test_an_error_leaves_the_posterior_as_it_was():
     with pytest.raises(ValueError, match="nan"):
         cvi.step(torch.full((N,), math.nan))
     torch.testing.assert_close(guide[0].posterior("mu").mean, before, rtol=0, atol=0)
+
+
+# --- deep Kalman filters: z_t | z_t-1 by a network, q(z_t | z_t-1, x_t:T) by another ----------------
+
+STEP, NOISE = 0.6, 0.5
+
+
+class Smoother(nn.Module):
+    """The mean and scale of q(z_t | z_t-1, x_t:T): a network that reads the sequence backwards."""
+
+    def __init__(self, outputs=1, hidden=6):
+        super().__init__()
+        self.rnn, self.line = nn.GRU(outputs, hidden), nn.Linear(hidden + 1, 2)
+
+    def states(self, x, lengths):
+        """(T, n, hidden), from sequences (T, n, outputs) of which the first `lengths` cells are read."""
+        order = (lengths - 1 - torch.arange(len(x)).unsqueeze(-1)).clamp(min=0).unsqueeze(-1)
+        h, _ = self.rnn(x.gather(0, order.expand_as(x)))
+        return h.gather(0, order.expand_as(h))
+
+    def forward(self, h, z):
+        loc, log_scale = self.line(torch.cat([h, z.unsqueeze(-1)], -1)).unbind(-1)
+        return loc, (log_scale - 1).exp()
+
+
+def deep_kalman_filter(transition, smoother, total, outputs=1):
+    """Model and guide of scalar states and several outputs with unknown levels, for CVI."""
+
+    def model(x, lengths, weight=1.0):
+        pyro.module("transition", transition)
+        with pyro.plate("outputs", outputs):
+            b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("sequences", total, subsample_size=x.shape[1]):
+            z = torch.zeros(x.shape[1])
+            for t in pyro.markov(range(len(x))):
+                with poutine.mask(mask=t < lengths):
+                    loc = transition(z.unsqueeze(-1)).squeeze(-1)
+                    with poutine.scale(scale=weight):
+                        z = pyro.sample(f"z_{t}", dist.Normal(loc, STEP))
+                    law = dist.Normal(z.unsqueeze(-1) + b, NOISE)
+                    pyro.sample(f"x_{t}", law.to_event(1), obs=x[t])
+
+    def smooth(x, lengths, weight=1.0):
+        pyro.module("smoother", smoother)
+        h = smoother.states(x, lengths)
+        with pyro.plate("sequences", total, subsample_size=x.shape[1]):
+            z = torch.zeros(x.shape[1])
+            for t in pyro.markov(range(len(x))):
+                law = dist.Normal(*smoother(h[t], z))
+                with poutine.mask(mask=t < lengths), poutine.scale(scale=weight):
+                    z = pyro.sample(f"z_{t}", law)
+
+    guide = HybridGuide(model)
+    hide = poutine.block(model, hide_fn=lambda site: site["name"].startswith("z_"))
+    guide.append(AutoCVI(hide))
+    guide.append(smooth)
+    return model, guide
+
+
+def sequences(steps=3, count=20, outputs=1):
+    """Autoregressive sequences of unequal length, padded with zeros."""
+    lengths = torch.randint(2, steps + 1, (count,))
+    z, x = torch.zeros(count), []
+    for _ in range(steps):
+        z = 0.9 * z + STEP * torch.randn(count)
+        x.append(z.unsqueeze(-1) + 0.7 + NOISE * torch.randn(count, outputs))
+    inside = torch.arange(steps).unsqueeze(-1) < lengths
+    return torch.stack(x) * inside.unsqueeze(-1), lengths
+
+
+def best_bound(x, lengths):
+    """The evidence of a linear model as a dense Gaussian, and the largest bound of q(b) q(z).
+
+    KL(q || p) of two Gaussian blocks is half the log ratio of b's precision given z to that without.
+    """
+    T = len(x)
+    power = torch.arange(T).unsqueeze(-1) - torch.arange(T)
+    path = STEP * torch.where(power >= 0, 0.9 ** power.clamp(min=0).double(), 0.0)
+    inside = (torch.arange(T) < lengths.unsqueeze(-1)).reshape(-1)
+    one = path @ path.mT + NOISE**2 * torch.eye(T)
+    cov = torch.block_diag(*[one] * x.shape[1])[inside][:, inside]
+    data, ones = x[..., 0].mT.reshape(-1)[inside], torch.ones(int(inside.sum()))
+    evidence = dist.MultivariateNormal(0 * ones, cov + 1.0).log_prob(data)
+    given, alone = 1 + len(ones) / NOISE**2, 1 + ones @ torch.linalg.solve(cov, ones)
+    return float(evidence), float(evidence - 0.5 * (given / alone).log())
+
+
+def test_a_linear_deep_kalman_filter_reaches_the_exact_likelihood():
+    """Unequal lengths, minibatches, annealing: the bound stays below the evidence, and comes near."""
+    torch.manual_seed(0)
+    x, lengths = sequences()
+    transition = nn.Linear(1, 1, bias=False).eval().requires_grad_(False)
+    transition.weight.fill_(0.9)
+    model, guide = deep_kalman_filter(transition, Smoother(), 20)
+    cvi = CVI(model, guide, optim=pyro.optim.ClippedAdam({"lr": 0.06, "lrd": 0.98}))
+    for i in range(100):
+        rows = torch.randperm(20)[:10]
+        cvi.step(x[:, rows], lengths[rows], min(1.0, 0.3 + i / 40))
+    evidence, best = best_bound(x, lengths)
+    bounds = torch.tensor([-cvi.evaluate_loss(x, lengths) for _ in range(30)])
+    mean, error = float(bounds.mean()), float(bounds.std() / 30**0.5)
+    assert best < evidence
+    assert mean - 3 * error < best < mean + 2.0 + 3 * error
+
+
+def test_padding_is_not_read_and_batches_may_be_shorter():
+    x, lengths = sequences(outputs=2)
+    model, guide = deep_kalman_filter(nn.Linear(1, 1), Smoother(2), 20, outputs=2)
+    cvi = CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01}))
+    cvi.step(x, lengths)
+    assert {e.how for e in cvi.explain().edges} == {"exact"}
+    losses = []
+    for padding in (0.0, 1e3):
+        pyro.set_rng_seed(1)
+        inside = (torch.arange(3).unsqueeze(-1) < lengths).unsqueeze(-1)
+        losses.append(cvi.evaluate_loss(torch.where(inside, x, padding), lengths))
+    assert losses[0] == losses[1]
+    short = lengths < 3
+    cvi.step(x[:2, short], lengths[short])
+    assert sorted(guide(x[:2, short], lengths[short])) == ["b", "z_0", "z_1"]

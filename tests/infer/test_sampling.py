@@ -465,3 +465,22 @@ def test_arguments_of_a_run_of_the_wrong_kind_are_named(options: dict) -> None:
 
     with pytest.raises(CVIError, match=next(iter(options))):
         CVI(model, AutoCVI(model)).run(**options)
+
+
+def test_a_trusted_step_is_positive_definite_to_rounding() -> None:
+    """In float32, where the least eigenvalue of a precision is lost in the rounding of the largest."""
+
+    def precision(basis: Tensor, least: float) -> Tensor:
+        values = torch.logspace(1.5, 3, 12)
+        values[0] = least
+        return ((basis * values) @ basis.mT).float().unsqueeze(0)
+
+    for seed in range(30):
+        torch.manual_seed(seed)
+        basis = torch.linalg.qr(torch.randn(12, 12)).Q
+        zero = torch.zeros(1, 12, dtype=torch.float32)
+        old = GaussianBelief(zero, precision(basis, 3e-5)).like((zero, precision(basis, 3e-5)))
+        if old is not None and old.like((zero, old.precision.flip(-2, -1))) is not None:
+            moved = GaussianBelief(zero, precision(basis, 1e-6)).trusted(old, 4.0)
+            torch.testing.assert_close(moved.factor, torch.linalg.cholesky(moved.precision))
+            assert bool(moved.scale_tril.isfinite().all())
