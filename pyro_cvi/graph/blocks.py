@@ -85,7 +85,7 @@ def gaussian_blocks(
     viewed: dict[str, GaussianBlock] = {}
     if not any(parts.values()):
         for group in groups:
-            found = None if plain & set(group) else _viewed(group, latents, factors)
+            found = None if plain & set(group) else _viewed(group, latents, factors, max_dense_dim)
             if found is not None:
                 viewed[group[0]] = found
     # What no views serve is laid out by the scalars that meet, with cumulative sums written out.
@@ -298,11 +298,12 @@ def _local(
 
 
 def _viewed(
-    sites: list[str], latents: Mapping[str, Latent], factors: Sequence[Factor]
+    sites: list[str], latents: Mapping[str, Latent], factors: Sequence[Factor], max_dense_dim: int
 ) -> GaussianBlock | None:
     """The block in a form that its factors see through views, where there is a better one for it."""
     name = block_label(sites, latents)
-    found = process_of(name, sites, latents, factors) or chain_of(name, sites, latents, factors)
+    process = process_of(name, sites, latents, factors)
+    found = process or chain_of(name, sites, latents, factors, max_dense_dim=max_dense_dim)
     if found is None:
         return None
     form, viewed = found
