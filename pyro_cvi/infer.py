@@ -105,8 +105,8 @@ class CVI:
         memory: passes over the data that this rule remembers at most where other guides or the model
             learn parameters, and its targets move with them; math.inf for no limit.
         num_samples: draws a step, for factors that neither algebra nor quadrature can average; at
-            least 4, and an even number. A Gaussian block gets four for each of its scalars up to 32 of
-            them, and two up to 64.
+            least 4 (2 where sites are to have a diagonal posterior), and an even number. A Gaussian
+            block gets four for each of its scalars up to 32 of them, and two up to 64.
         antithetic: draws come in pairs that mirror each other.
         fisher: how gradients in the natural parameters of Gamma, inverse Gamma, Beta and Dirichlet sites
             become gradients in mean parameters: by the "analytic" Fisher matrix, or by one that is
