@@ -4,7 +4,9 @@ Oracles: Kalman smoothing and mixtures by dense joints and enumeration, finite d
 fixed point, exact posteriors of linear Gaussian models.
 """
 
+import io
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -219,6 +221,78 @@ def test_masks_scales_and_unequal_batches(dtype):
         loss = cvi.step(x[rows], T, mask[rows], hot)
         assert math.isfinite(loss)
     assert own.posterior("a").mean.dtype is dtype
+
+
+def test_sequences_may_differ_in_length():
+    """As many of them, longer or shorter: another model of the same shared sites."""
+    hide = [f"z_{t}" for t in range(7)]
+    guide, own, part = guide_of(chain, likelihood, hide)
+    cvi = CVI(chain, guide, seed=7)
+    for T in (5, 4, 5):
+        cvi.step(torch.randn(10, T), T)
+    assert guide(torch.randn(10, 7), 7).keys() == {*hide, "a"}
+    # The last of two times that say nothing is a forecast: Var z_6 = q^2 + E a^2 Var z_5 + ...
+    partly = dict(likelihood(torch.zeros(3, 3), 3), z_1=None, z_2=None)
+    guide[1]._guide.recognise = lambda *_: partly
+    a = own.posterior("a")
+    first, second = float(a.mean) / 0.09, float(a.variance + a.mean**2) / 0.09
+    precision = torch.tensor(
+        [[1 + second + 4, -first, 0], [-first, second + 1 / 0.09, -first], [0, -first, 1 / 0.09]]
+    )
+    found = law_of(part, torch.zeros(3, 3), 3).covariance_matrix[0, 0]
+    torch.testing.assert_close(found, torch.linalg.inv(precision))
+
+
+def test_padded_times_do_not_count():
+    """Sequences of two times in a batch of four: the posterior is that of two."""
+    T, x, mask = 4, torch.randn(6, 4), torch.arange(4) < 2
+
+    def model(x, T):
+        with pyro.plate("sequences", 6):
+            z = torch.zeros(6)
+            for t in range(T):
+                with poutine.mask(mask=mask[t].expand(6)):
+                    z = pyro.sample(f"z_{t}", dist.Normal(0.5 * z, 1.0))
+                    pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=x[:, t])
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+
+    _, _, part = guide_of(model, likelihood, [f"z_{t}" for t in range(T)])
+    law = law_of(part, x, T)
+    cov = torch.linalg.inv(torch.tensor([[1 + 0.25 + 4, -0.5], [-0.5, 1.0 + 4]]))
+    torch.testing.assert_close(law.covariance_matrix[:, 0, :2, :2], cov.expand(6, 2, 2))
+    torch.testing.assert_close(law.mean[:, 0, :2], 4 * x[:, :2] @ cov)
+
+
+def test_a_saved_fit_goes_on_to_the_last_bit():
+    x = torch.randn(N, D)
+    values = {}
+
+    def recognise(x):
+        return {"z": dist.Normal(x + pyro.param("bias", torch.zeros(D)), 1.0).to_event(1)}
+
+    def fit():
+        pyro.clear_param_store()
+        return CVI(mixture, guide_of(mixture, recognise)[0], optim=pyro.optim.Adam({"lr": 0.01}))
+
+    cvi, file = fit(), io.BytesIO()
+    for _ in range(5):  # an analysis later than the first two, which are checked
+        cvi.step(x)
+    cvi.save(file)
+    values["on"] = [cvi.step(x) for _ in range(2)]
+    file.seek(0)
+    again = fit()
+    again.load(file)
+    values["again"] = [again.step(x) for _ in range(2)]
+    assert values["on"] == values["again"]
+
+
+def test_wisharts_cause_no_warnings_of_singular_draws():
+    guide, *_ = guide_of(mixture, lambda x: {"z": dist.Normal(x, 1.0).to_event(1)})
+    cvi = CVI(mixture, guide, seed=10)
+    cvi.step(torch.randn(N, D))  # Pyro's own first run of the model is not ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cvi.step(torch.randn(N, D))
 
 
 def test_predictive_and_new_rows():
