@@ -76,7 +76,7 @@ class HybridGuide(AutoGuideList):
         """Sample all parts: those of others first, and CVI's in the same plates."""
         own, _ = split(self)
         with OnePlate() as plates:
-            with poutine.trace() as handler:
+            with poutine.trace() as handler, OnePlate():  # parts may share a plate
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
             around = _plates_of(handler.trace)
@@ -150,9 +150,9 @@ class Others:
 
     def draw(self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window) -> Draw:
         """Sample them, with the elements `chosen` for plates that would draw theirs."""
-        with poutine.block(), _Chosen(chosen), OnePlate() as plates:
-            run = poutine.trace(_run_others)
-            trace = run.get_trace(self._guide, self._own, args, kwargs)
+        with poutine.block(), _Chosen(chosen), poutine.trace() as handler, OnePlate() as plates:
+            _run_others(self._guide, self._own, args, kwargs)
+        trace = handler.trace
         trace.compute_score_parts()
         zero = torch.zeros(())
         log_q, entropy, score = zero, zero, zero

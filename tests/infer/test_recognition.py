@@ -263,6 +263,23 @@ def test_padded_times_do_not_count():
     torch.testing.assert_close(law.mean[:, 0, :2], 4 * x[:, :2] @ cov)
 
 
+def test_two_recognitions_share_a_plate():
+    def model(x):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 50, subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(m, 1.0))
+            u = pyro.sample("u", dist.Normal(2 * m, 1.0))
+            pyro.sample("x", dist.Normal(z * u, 1.0), obs=x)
+
+    guide, own, _ = guide_of(model, lambda x: {"z": dist.Normal(x, 1.0)}, ["z", "u"])
+    guide.append(Recognition(model, lambda x: {"u": dist.Normal(x, 1.0)}, own))
+    cvi = CVI(model, guide, seed=9)
+    for size in (10, 20):
+        cvi.step(torch.randn(size))
+    assert own.posterior("m").variance < 1.0
+    assert {n: v.shape for n, v in guide(torch.randn(7)).items()} == {"z": (7,), "u": (7,), "m": ()}
+
+
 def test_a_saved_fit_goes_on_to_the_last_bit():
     x = torch.randn(N, D)
     values = {}
