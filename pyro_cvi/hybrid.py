@@ -28,7 +28,7 @@ from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.prediction import carried
-from pyro_cvi.recognition import OnePlate, Recognition
+from pyro_cvi.recognition import OnePlate, Recognition, rows_of
 from pyro_cvi.sweep import Sweeper
 
 __all__ = ["Draw", "HybridGuide", "Others", "split"]
@@ -79,7 +79,7 @@ class HybridGuide(AutoGuideList):
             with poutine.trace() as handler, OnePlate():  # parts may share a plate
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
-            around = _plates_of(handler.trace)
+            around = _plates_of(handler.trace, own)
             _open_plates(self, own, plates.seen, args, kwargs)
             if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
                 known = {n: x.detach() for n, x in result.items()}
@@ -121,9 +121,9 @@ class Draw:
     """One draw of the other guides.
 
     `entropy` is the part of `log_q` = log q(r) whose gradient counts, `score` the log density of sites
-    through whose draws none comes. `parameters` are unconstrained leaves; `plates` those around the
-    sites, and `shared` says that some site is in none. `along` are mean parameters of CVI's blocks that
-    the values are functions of, one mapping for each `Recognition`.
+    through whose draws none comes. `parameters` are unconstrained leaves; `plates` those of the rows
+    around the sites, and `shared` says that some site is in none. `along` are mean parameters of CVI's
+    blocks that the values are functions of, one mapping for each `Recognition`.
     """
 
     values: Mapping[str, Tensor]
@@ -174,8 +174,8 @@ class Others:
         }
         leaves = {n: p for n, p in leaves.items() if p.requires_grad}
         return Draw(
-            values, log_q, entropy, score, leaves, dict(plates.seen), _plates_of(trace), shared,
-            self._along(),
+            values, log_q, entropy, score, leaves, dict(plates.seen), _plates_of(trace, self._own),
+            shared, self._along(),
         )  # fmt: skip
 
     def _along(self) -> tuple[Mapping[str, tuple[Tensor, ...]], ...]:
@@ -196,10 +196,12 @@ def _values(trace: Any) -> dict[str, Tensor]:
     }
 
 
-def _plates_of(trace: Any) -> frozenset[str]:
-    """The plates around what a run of guides has sampled."""
+def _plates_of(trace: Any, own: AutoCVI) -> frozenset[str]:
+    """The plates of the rows around what a run of guides has sampled."""
     sites = (trace.nodes[n] for n in _values(trace))
-    return frozenset(f.name for s in sites for f in s["cond_indep_stack"] if f.vectorized)
+    frames = (f for s in sites for f in s["cond_indep_stack"] if f.vectorized)
+    plates = {f.name: (f.size, f.size if f.full_size is None else f.full_size) for f in frames}
+    return rows_of(plates, {} if own.prepared is None else own.prepared.sizes)
 
 
 @torch.enable_grad()

@@ -42,7 +42,7 @@ from pyro_cvi.prediction import carried, carried_moments
 from pyro_cvi.sweep import Sweeper
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["OnePlate", "Recognition"]
+__all__ = ["OnePlate", "Recognition", "rows_of"]
 
 _ROUNDS, _SETTLED = 50, 1e-6
 """Rounds over several local blocks, and nats per scalar below which they have settled."""
@@ -80,6 +80,16 @@ class OnePlate(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if site_is_subsample(msg):
             self.seen.setdefault(msg["name"], msg["value"])
+
+
+def rows_of(plates: Mapping[str, tuple[int, int]], fitted: Mapping[str, int]) -> frozenset[str]:
+    """Which of the plates around drawn sites, given as (size, full size), hold rows.
+
+    Those that have some of their elements only, or another size than in the fit; else all. A site in the
+    others alone (a mean of each column) is shared by all rows.
+    """
+    some = {n for n, (size, full) in plates.items() if size != full or fitted.get(n, size) != size}
+    return frozenset(some or plates)
 
 
 class Recognition:
@@ -166,7 +176,9 @@ class Recognition:
     ) -> _Found:  # fmt: skip
         """The local optimum, with its graph."""
         surrogate = _Surrogate(self.model, potentials, self.keep)
-        chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items()}
+        fitted = self.own.prepared.sizes if self.own.prepared is not None else {}
+        rows = rows_of({n: (p.size, p.full) for n, p in local.items()}, fitted)
+        chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items() if n in rows}
         chosen = {n: p.indices for n, p in local.items()}
         key = tuple((n, s["value"].shape) for n, s in trace.nodes.items() if _is_latent(s))
         random = torch.get_rng_state()

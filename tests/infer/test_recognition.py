@@ -263,6 +263,33 @@ def test_padded_times_do_not_count():
     torch.testing.assert_close(law.mean[:, 0, :2], 4 * x[:, :2] @ cov)
 
 
+def test_a_mean_of_columns_is_shared_by_all_rows():
+    """z_nd ~ N(mu_d, 1) in plates of rows and columns: given q(mu) its precision is 1 + 1 / r^2."""
+
+    def model(x):
+        columns = pyro.plate("columns", 3, dim=-1)
+        with columns:
+            mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        with pyro.plate("rows", 60, subsample_size=len(x), dim=-2), columns:
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(z, 0.1), obs=x)
+
+    x = torch.randn(60, 3) + torch.tensor([5.0, 0.0, -5.0])
+    guide, own, part = guide_of(model, lambda x: {"z": dist.Normal(x, torch.full(x.shape, 0.1))})
+    cvi = CVI(model, guide, seed=8)
+    for _ in range(4):
+        for rows in x.split(20):
+            cvi.step(rows)
+    q = own.posterior("mu")
+    torch.testing.assert_close(q.variance, torch.full((3,), 1 / 60.01))
+    assert float(((q.mean - x.mean(0)) / q.stddev).abs().max()) < 3
+    other = torch.full((2, 3), 40.0)
+    law = law_of(part, other)
+    torch.testing.assert_close(law.mean.reshape(2, 3), ((q.mean + 100 * other) / 101))
+    draws = torch.stack([guide(other)["mu"] for _ in range(40)])
+    assert float(((draws.mean(0) - q.mean) / q.stddev).abs().max()) < 4 / math.sqrt(40)
+
+
 def test_two_recognitions_share_a_plate():
     def model(x):
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
