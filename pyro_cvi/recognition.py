@@ -358,6 +358,15 @@ def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) ->
                 )
             )
         inside = sites & set(b.sites)
+        if inside and b.layout is None and len(b.sites) > 1:
+            raise CVIError(
+                message(
+                    f"latent site '{b.sites[0]}'",
+                    f"it is in a chain of discrete sites with '{b.sites[1]}', and not drawn jointly",
+                    "continuous sites, or discrete ones that do not meet",
+                    "leave the chain to AutoCVI: its messages take part all the same",
+                )
+            )
         if inside and inside != set(b.sites):
             missing = min(set(b.sites) - sites)
             raise CVIError(

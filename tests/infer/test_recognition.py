@@ -394,6 +394,22 @@ def test_a_site_that_is_in_no_plate_is_refused():
         CVI(model, guide).step(torch.zeros(3))
 
 
+def test_a_chain_of_discrete_sites_is_refused():
+    def model(x):
+        pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            s = pyro.sample("s_0", dist.Categorical(torch.ones(2)))
+            s = pyro.sample("s_1", dist.Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8]])[s]))
+            pyro.sample("x", dist.Normal(s.to(x.dtype), 1.0), obs=x)
+
+    def recognise(x):
+        return {f"s_{t}": dist.Categorical(torch.ones(len(x), 2)) for t in range(2)}
+
+    guide, *_ = guide_of(model, recognise, ["s_0", "s_1"])
+    with pytest.raises(CVIError, match="chain of discrete sites"):
+        CVI(model, guide).step(torch.zeros(5))
+
+
 def test_a_network_learns_what_the_closed_form_says():
     """With a linear encoder and z_n ~ N(mu, 1), x_n ~ N(z_n, 1) the best potential is N(x_n, 1)."""
 
