@@ -399,6 +399,7 @@ class _Fixed:
         self._round(here, {**shared, **{b.name: _means(here[b.name]) for b in blocks}})
         self.after = [t for b in blocks for t in here[b.name].tensors]
         self._last = here
+        self._solved: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
 
     def _round(self, beliefs: dict[str, Belief], leaves: Leaves) -> None:
         """Move every local block to its optimum in turn, keeping the graph."""
@@ -431,13 +432,19 @@ class _Fixed:
         return self._beliefs(joined, self._last)
 
     def _solve(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """(1 - dT/dq)^-T g, by its series."""
+        """(1 - dT/dq)^-T g, by its series for what g differs by from the one before.
+
+        A step asks twice, before and after the shared posterior has moved a little.
+        """
         given = [_or_zeros(g, t) for g, t in zip(grads, self.after, strict=True)]
-        total = term = given
-        size = _norm(given)
-        live = [i for i, t in enumerate(self.after) if t.requires_grad]
         if len(self.blocks) == 1:  # nothing that its own state enters
-            return tuple(total)
+            return tuple(given)
+        size = _norm(given)
+        term, total = given, given
+        if self._solved is not None:
+            term = [g - h for g, h in zip(given, self._solved[0], strict=True)]
+            total = [a + d for a, d in zip(self._solved[1], term, strict=True)]
+        live = [i for i, t in enumerate(self.after) if t.requires_grad]
         for _ in range(_TERMS):
             with torch.enable_grad():
                 moved = torch.autograd.grad(
@@ -448,6 +455,7 @@ class _Fixed:
             total = [a + b for a, b in zip(total, term, strict=True)]
             if not _norm(term) > _NEGLIGIBLE * size:
                 break
+        self._solved = given, total
         return tuple(total)
 
 

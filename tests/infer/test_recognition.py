@@ -123,6 +123,17 @@ def test_the_draw_has_the_derivative_of_the_fixed_point_in_the_shared_posterior(
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+def test_a_second_gradient_is_that_of_a_fresh_graph():
+    """The series for it begins at the solution for the first."""
+    x, _, part, bias = fitted_mixture()
+    a, b = torch.randn(2, N, D)
+    z = law_of(part, x).mean[:, 0]
+    torch.autograd.grad((a * z).sum(), bias, retain_graph=True)
+    (found,) = torch.autograd.grad((b * z).sum(), bias)
+    (fresh,) = torch.autograd.grad((b * law_of(part, x).mean[:, 0]).sum(), bias)
+    torch.testing.assert_close(found, fresh, rtol=1e-3, atol=1e-5)
+
+
 def chain(x, T, q=0.3, r=0.5, mask=None, hot=1.0):
     """Sequences in a plate: z_t = a z_(t-1) + noise, a learnt by CVI, x_t = z_t + noise."""
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
