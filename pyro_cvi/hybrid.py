@@ -30,7 +30,7 @@ from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.prediction import carried
-from pyro_cvi.recognition import OnePlate, Recognition
+from pyro_cvi.recognition import OnePlate, Recognition, rows_of
 from pyro_cvi.sweep import Sweeper
 
 __all__ = ["Draw", "HybridGuide", "Others", "of_elements", "split"]
@@ -78,10 +78,10 @@ class HybridGuide(AutoGuideList):
         """Sample all parts: those of others first, and CVI's in the same plates."""
         own, _ = split(self)
         with OnePlate() as plates:
-            with poutine.trace() as handler:
+            with poutine.trace() as handler, OnePlate():  # parts may share a plate
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
-            around = _plates_of(handler.trace)
+            around = _plates_of(handler.trace, own)
             _open_plates(self, own, plates.seen, args, kwargs)
             if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
                 known = {n: x.detach() for n, x in result.items()}
@@ -147,7 +147,7 @@ class Draw:
 
     `own` is the density of sites in plates that are spread over processes, `common` that of the others.
     `parameters` are unconstrained leaves, of which the `local` are of elements of this process;
-    `plates` those around the sites, and `shared` says that some site is in none. `along` are mean
+    `plates` those of the rows around the sites, and `shared` says that some site is in none. `along` are mean
     parameters of CVI's blocks that the values are functions of, one mapping for each `Recognition`.
     """
 
@@ -181,9 +181,10 @@ class Others:
         All processes draw the sites alike that are in no plate that is spread.
         """
         shards.align()
-        with poutine.block(), _Streams(shards), _Chosen(chosen), OnePlate() as plates:
-            run = poutine.trace(_run_others)
-            trace = run.get_trace(self._guide, self._own, args, kwargs)
+        handler, plates = poutine.trace(), OnePlate()
+        with poutine.block(), _Streams(shards), _Chosen(chosen), handler, plates:
+            _run_others(self._guide, self._own, args, kwargs)
+        trace = handler.trace
         trace.compute_score_parts()
         zero = torch.zeros(())
         own = common = Density(zero, zero, zero)
@@ -203,7 +204,7 @@ class Others:
         leaves = {n: p for n, p in leaves.items() if p.requires_grad}
         return Draw(
             values, own, common, leaves, of_elements(trace, shards), dict(plates.seen),
-            _plates_of(trace), shared, self._along(),
+            _plates_of(trace, self._own), shared, self._along(),
         )  # fmt: skip
 
     def _along(self) -> tuple[Mapping[str, tuple[Tensor, ...]], ...]:
@@ -255,10 +256,12 @@ def _values(trace: Any) -> dict[str, Tensor]:
     }
 
 
-def _plates_of(trace: Any) -> frozenset[str]:
-    """The plates around what a run of guides has sampled."""
+def _plates_of(trace: Any, own: AutoCVI) -> frozenset[str]:
+    """The plates of the rows around what a run of guides has sampled."""
     sites = (trace.nodes[n] for n in _values(trace))
-    return frozenset(f.name for s in sites for f in s["cond_indep_stack"] if f.vectorized)
+    frames = (f for s in sites for f in s["cond_indep_stack"] if f.vectorized)
+    plates = {f.name: (f.size, f.size if f.full_size is None else f.full_size) for f in frames}
+    return rows_of(plates, {} if own.prepared is None else own.prepared.sizes)
 
 
 @torch.enable_grad()

@@ -17,6 +17,7 @@ H. Bendekgey et al. (2023), arXiv 2306.08230, for the derivative.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,14 +42,14 @@ from pyro_cvi.prediction import carried, carried_moments
 from pyro_cvi.sweep import Sweeper
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["OnePlate", "Recognition"]
+__all__ = ["OnePlate", "Recognition", "rows_of"]
 
 _ROUNDS, _SETTLED = 50, 1e-6
 """Rounds over several local blocks, and nats per scalar below which they have settled."""
 _TERMS, _NEGLIGIBLE = 50, 1e-4
 """Terms of the series for (1 - dT/dq)^-1, and the relative size below which they are left out."""
 _SIZES = 16
-"""Sizes of minibatches whose analyses are remembered."""
+"""Shapes of the latent sites (minibatches, lengths of sequences) whose analyses are remembered."""
 
 Potentials = Mapping[str, Any]
 Recognise = Callable[..., Potentials]
@@ -81,6 +82,16 @@ class OnePlate(Messenger):
             self.seen.setdefault(msg["name"], msg["value"])
 
 
+def rows_of(plates: Mapping[str, tuple[int, int]], fitted: Mapping[str, int]) -> frozenset[str]:
+    """Which of the plates around drawn sites, given as (size, full size), hold rows.
+
+    Those that have some of their elements only, or another size than in the fit; else all. A site in the
+    others alone (a mean of each column) is shared by all rows.
+    """
+    some = {n for n, (size, full) in plates.items() if size != full or fitted.get(n, size) != size}
+    return frozenset(some or plates)
+
+
 class Recognition:
     """A part of a `HybridGuide`: q(z) from an encoder's potentials and the messages of the model.
 
@@ -97,7 +108,8 @@ class Recognition:
             rows); all other observed sites are what the potentials stand for.
 
     The sites must be in a plate. Other latents of that plate (the cluster of a row) take part in finding
-    q(z), and then are CVI's given the draw of z.
+    q(z), and then are CVI's given the draw of z. A scale or mask around a site holds for its potential
+    too; an element that is masked out is drawn from its prior, and that draw's density is in the bound.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -142,7 +154,7 @@ class Recognition:
         self.model, self.recognise, self.own, self.keep = model, recognise, own, frozenset(keep)
         self.shared: Leaves = {}
         """The mean parameters of the blocks of `own` that the last draw is a function of."""
-        self._known: dict[tuple[int, ...], Prepared] = {}
+        self._known: dict[tuple[tuple[str, torch.Size], ...], Prepared] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is computed at each call."""
@@ -152,60 +164,32 @@ class Recognition:
         """Draw the sites, in their plates."""
         potentials = dict(self.recognise(*args, **kwargs))
         with OnePlate():
-            local = self._plates(potentials, args, kwargs)
+            trace = _run(self.model, args, kwargs)
+            local = _plates(potentials, trace)
             with poutine.block(), torch.enable_grad():
-                found = self._found(potentials, local, args, kwargs)
+                found = self._found(potentials, local, trace, args, kwargs)
             return _drawn(found, frozenset(potentials), local)
 
-    def _plates(
-        self, potentials: Potentials, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, _Plate]:
-        """The plates around the sites, with the elements that they hold now."""
-        with poutine.block(hide_fn=lambda m: not site_is_subsample(m)), torch.no_grad():
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        found: dict[str, _Plate] = {}
-        for name in potentials:
-            site = trace.nodes.get(name)
-            if site is None or site["type"] != "sample" or site["is_observed"]:
-                latents = [n for n, s in trace.nodes.items() if _is_latent(s)]
-                raise CVIError(
-                    message(
-                        f"potential of '{name}'", "the model has no such latent site",
-                        f"one of {latents}", "name the sites that the encoder serves",
-                    )
-                )  # fmt: skip
-            _check_shapes(name, site, potentials[name])
-            frames = [f for f in site["cond_indep_stack"] if f.vectorized]
-            if not frames:
-                raise CVIError(
-                    message(
-                        f"latent site '{name}'",
-                        "it is in no plate, and has one posterior with the sites of AutoCVI",
-                        "sites of single rows",
-                        "open a pyro.plate around the rows, of size one if there is one row",
-                    )
-                )
-            for f in frames:
-                full = f.size if f.full_size is None else f.full_size
-                found[f.name] = _Plate(f.name, f.dim, f.size, full, trace.nodes[f.name]["value"])
-        return found
-
     def _found(
-        self, potentials: Potentials, local: Mapping[str, _Plate],
+        self, potentials: Potentials, local: Mapping[str, _Plate], trace: poutine.Trace,
         args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> _Found:  # fmt: skip
         """The local optimum, with its graph."""
         surrogate = _Surrogate(self.model, potentials, self.keep)
-        chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items()}
+        fitted = self.own.prepared.sizes if self.own.prepared is not None else {}
+        rows = rows_of({n: (p.size, p.full) for n, p in local.items()}, fitted)
+        chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items() if n in rows}
         chosen = {n: p.indices for n, p in local.items()}
-        sizes = tuple(p.size for p in local.values())
+        key = tuple((n, s["value"].shape) for n, s in trace.nodes.items() if _is_latent(s))
+        random = torch.get_rng_state()
         prepared = prepare(
-            surrogate, args, kwargs, self.own.max_dense_dim, self._known.get(sizes),
+            surrogate, args, kwargs, self.own.max_dense_dim, self._known.get(key),
             chosen=chosen, chunk=chunk, beside={},
         )  # fmt: skip
+        torch.set_rng_state(random)  # whether it was analysed before must not be seen in the draws
         if len(self._known) >= _SIZES:
             self._known.clear()
-        self._known[sizes] = prepared
+        self._known[key] = prepared
         plan = prepared.plan
         blocks = [b for b in plan.blocks if b.placement is not None]
         _check_blocks(plan, blocks, frozenset(potentials))
@@ -298,6 +282,45 @@ def _is_latent(site: Any) -> bool:
     return site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
 
 
+def _run(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
+    """A run of the model, of which handlers outside see the plates only."""
+    plates_only = poutine.block(hide_fn=lambda m: not site_is_subsample(m))
+    with plates_only, torch.no_grad(), warnings.catch_warnings():
+        # torch's Wishart says so of proper draws
+        warnings.filterwarnings("ignore", "Singular sample detected", UserWarning)
+        return poutine.trace(model).get_trace(*args, **kwargs)
+
+
+def _plates(potentials: Potentials, trace: poutine.Trace) -> dict[str, _Plate]:
+    """The plates around the sites, with the elements that they hold in a run of the model."""
+    found: dict[str, _Plate] = {}
+    for name in potentials:
+        site = trace.nodes.get(name)
+        if site is None or site["type"] != "sample" or site["is_observed"]:
+            latents = [n for n, s in trace.nodes.items() if _is_latent(s)]
+            raise CVIError(
+                message(
+                    f"potential of '{name}'", "the model has no such latent site",
+                    f"one of {latents}", "name the sites that the encoder serves",
+                )
+            )  # fmt: skip
+        _check_shapes(name, site, potentials[name])
+        frames = [f for f in site["cond_indep_stack"] if f.vectorized]
+        if not frames:
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    "it is in no plate, and has one posterior with the sites of AutoCVI",
+                    "sites of single rows",
+                    "open a pyro.plate around the rows, of size one if there is one row",
+                )
+            )
+        for f in frames:
+            full = f.size if f.full_size is None else f.full_size
+            found[f.name] = _Plate(f.name, f.dim, f.size, full, trace.nodes[f.name]["value"])
+    return found
+
+
 def _check_shapes(name: str, site: Any, potential: Any) -> None:
     if potential is None:
         return
@@ -335,6 +358,15 @@ def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) ->
                 )
             )
         inside = sites & set(b.sites)
+        if inside and b.layout is None and len(b.sites) > 1:
+            raise CVIError(
+                message(
+                    f"latent site '{b.sites[0]}'",
+                    f"it is in a chain of discrete sites with '{b.sites[1]}', and not drawn jointly",
+                    "continuous sites, or discrete ones that do not meet",
+                    "leave the chain to AutoCVI: its messages take part all the same",
+                )
+            )
         if inside and inside != set(b.sites):
             missing = min(set(b.sites) - sites)
             raise CVIError(
@@ -367,6 +399,7 @@ class _Fixed:
         self._round(here, {**shared, **{b.name: _means(here[b.name]) for b in blocks}})
         self.after = [t for b in blocks for t in here[b.name].tensors]
         self._last = here
+        self._solved: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
 
     def _round(self, beliefs: dict[str, Belief], leaves: Leaves) -> None:
         """Move every local block to its optimum in turn, keeping the graph."""
@@ -399,13 +432,19 @@ class _Fixed:
         return self._beliefs(joined, self._last)
 
     def _solve(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """(1 - dT/dq)^-T g, by its series."""
+        """(1 - dT/dq)^-T g, by its series for what g differs by from the one before.
+
+        A step asks twice, before and after the shared posterior has moved a little.
+        """
         given = [_or_zeros(g, t) for g, t in zip(grads, self.after, strict=True)]
-        total = term = given
-        size = _norm(given)
-        live = [i for i, t in enumerate(self.after) if t.requires_grad]
         if len(self.blocks) == 1:  # nothing that its own state enters
-            return tuple(total)
+            return tuple(given)
+        size = _norm(given)
+        term, total = given, given
+        if self._solved is not None:
+            term = [g - h for g, h in zip(given, self._solved[0], strict=True)]
+            total = [a + d for a, d in zip(self._solved[1], term, strict=True)]
+        live = [i for i, t in enumerate(self.after) if t.requires_grad]
         for _ in range(_TERMS):
             with torch.enable_grad():
                 moved = torch.autograd.grad(
@@ -416,6 +455,7 @@ class _Fixed:
             total = [a + b for a, b in zip(total, term, strict=True)]
             if not _norm(term) > _NEGLIGIBLE * size:
                 break
+        self._solved = given, total
         return tuple(total)
 
 

@@ -4,7 +4,9 @@ Oracles: Kalman smoothing and mixtures by dense joints and enumeration, finite d
 fixed point, exact posteriors of linear Gaussian models.
 """
 
+import io
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -121,6 +123,17 @@ def test_the_draw_has_the_derivative_of_the_fixed_point_in_the_shared_posterior(
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+def test_a_second_gradient_is_that_of_a_fresh_graph():
+    """The series for it begins at the solution for the first."""
+    x, _, part, bias = fitted_mixture()
+    a, b = torch.randn(2, N, D)
+    z = law_of(part, x).mean[:, 0]
+    torch.autograd.grad((a * z).sum(), bias, retain_graph=True)
+    (found,) = torch.autograd.grad((b * z).sum(), bias)
+    (fresh,) = torch.autograd.grad((b * law_of(part, x).mean[:, 0]).sum(), bias)
+    torch.testing.assert_close(found, fresh, rtol=1e-3, atol=1e-5)
+
+
 def chain(x, T, q=0.3, r=0.5, mask=None, hot=1.0):
     """Sequences in a plate: z_t = a z_(t-1) + noise, a learnt by CVI, x_t = z_t + noise."""
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -221,6 +234,122 @@ def test_masks_scales_and_unequal_batches(dtype):
     assert own.posterior("a").mean.dtype is dtype
 
 
+def test_sequences_may_differ_in_length():
+    """As many of them, longer or shorter: another model of the same shared sites."""
+    hide = [f"z_{t}" for t in range(7)]
+    guide, own, part = guide_of(chain, likelihood, hide)
+    cvi = CVI(chain, guide, seed=7)
+    for T in (5, 4, 5):
+        cvi.step(torch.randn(10, T), T)
+    assert guide(torch.randn(10, 7), 7).keys() == {*hide, "a"}
+    # The last of two times that say nothing is a forecast: Var z_6 = q^2 + E a^2 Var z_5 + ...
+    partly = dict(likelihood(torch.zeros(3, 3), 3), z_1=None, z_2=None)
+    guide[1]._guide.recognise = lambda *_: partly
+    a = own.posterior("a")
+    first, second = float(a.mean) / 0.09, float(a.variance + a.mean**2) / 0.09
+    precision = torch.tensor(
+        [[1 + second + 4, -first, 0], [-first, second + 1 / 0.09, -first], [0, -first, 1 / 0.09]]
+    )
+    found = law_of(part, torch.zeros(3, 3), 3).covariance_matrix[0, 0]
+    torch.testing.assert_close(found, torch.linalg.inv(precision))
+
+
+def test_padded_times_do_not_count():
+    """Sequences of two times in a batch of four: the posterior is that of two."""
+    T, x, mask = 4, torch.randn(6, 4), torch.arange(4) < 2
+
+    def model(x, T):
+        with pyro.plate("sequences", 6):
+            z = torch.zeros(6)
+            for t in range(T):
+                with poutine.mask(mask=mask[t].expand(6)):
+                    z = pyro.sample(f"z_{t}", dist.Normal(0.5 * z, 1.0))
+                    pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=x[:, t])
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+
+    _, _, part = guide_of(model, likelihood, [f"z_{t}" for t in range(T)])
+    law = law_of(part, x, T)
+    cov = torch.linalg.inv(torch.tensor([[1 + 0.25 + 4, -0.5], [-0.5, 1.0 + 4]]))
+    torch.testing.assert_close(law.covariance_matrix[:, 0, :2, :2], cov.expand(6, 2, 2))
+    torch.testing.assert_close(law.mean[:, 0, :2], 4 * x[:, :2] @ cov)
+
+
+def test_a_mean_of_columns_is_shared_by_all_rows():
+    """z_nd ~ N(mu_d, 1) in plates of rows and columns: given q(mu) its precision is 1 + 1 / r^2."""
+
+    def model(x):
+        columns = pyro.plate("columns", 3, dim=-1)
+        with columns:
+            mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        with pyro.plate("rows", 60, subsample_size=len(x), dim=-2), columns:
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(z, 0.1), obs=x)
+
+    x = torch.randn(60, 3) + torch.tensor([5.0, 0.0, -5.0])
+    guide, own, part = guide_of(model, lambda x: {"z": dist.Normal(x, torch.full(x.shape, 0.1))})
+    cvi = CVI(model, guide, seed=8)
+    for _ in range(4):
+        for rows in x.split(20):
+            cvi.step(rows)
+    q = own.posterior("mu")
+    torch.testing.assert_close(q.variance, torch.full((3,), 1 / 60.01))
+    assert float(((q.mean - x.mean(0)) / q.stddev).abs().max()) < 3
+    other = torch.full((2, 3), 40.0)
+    law = law_of(part, other)
+    torch.testing.assert_close(law.mean.reshape(2, 3), ((q.mean + 100 * other) / 101))
+    draws = torch.stack([guide(other)["mu"] for _ in range(40)])
+    assert float(((draws.mean(0) - q.mean) / q.stddev).abs().max()) < 4 / math.sqrt(40)
+
+
+def test_two_recognitions_share_a_plate():
+    def model(x):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 50, subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(m, 1.0))
+            u = pyro.sample("u", dist.Normal(2 * m, 1.0))
+            pyro.sample("x", dist.Normal(z * u, 1.0), obs=x)
+
+    guide, own, _ = guide_of(model, lambda x: {"z": dist.Normal(x, 1.0)}, ["z", "u"])
+    guide.append(Recognition(model, lambda x: {"u": dist.Normal(x, 1.0)}, own))
+    cvi = CVI(model, guide, seed=9)
+    for size in (10, 20):
+        cvi.step(torch.randn(size))
+    assert own.posterior("m").variance < 1.0
+    assert {n: v.shape for n, v in guide(torch.randn(7)).items()} == {"z": (7,), "u": (7,), "m": ()}
+
+
+def test_a_saved_fit_goes_on_to_the_last_bit():
+    x = torch.randn(N, D)
+    values = {}
+
+    def recognise(x):
+        return {"z": dist.Normal(x + pyro.param("bias", torch.zeros(D)), 1.0).to_event(1)}
+
+    def fit():
+        pyro.clear_param_store()
+        return CVI(mixture, guide_of(mixture, recognise)[0], optim=pyro.optim.Adam({"lr": 0.01}))
+
+    cvi, file = fit(), io.BytesIO()
+    for _ in range(5):  # an analysis later than the first two, which are checked
+        cvi.step(x)
+    cvi.save(file)
+    values["on"] = [cvi.step(x) for _ in range(2)]
+    file.seek(0)
+    again = fit()
+    again.load(file)
+    values["again"] = [again.step(x) for _ in range(2)]
+    assert values["on"] == values["again"]
+
+
+def test_wisharts_cause_no_warnings_of_singular_draws():
+    guide, *_ = guide_of(mixture, lambda x: {"z": dist.Normal(x, 1.0).to_event(1)})
+    cvi = CVI(mixture, guide, seed=10)
+    cvi.step(torch.randn(N, D))  # Pyro's own first run of the model is not ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cvi.step(torch.randn(N, D))
+
+
 def test_predictive_and_new_rows():
     x, guide, _, _ = fitted_mixture()
     draws = Predictive(mixture, guide=guide, num_samples=5)(x[:4])
@@ -274,6 +403,22 @@ def test_a_site_that_is_in_no_plate_is_refused():
     guide, _, _ = guide_of(model, lambda x: {"z": dist.Normal(x.mean(), 1.0)})
     with pytest.raises(CVIError, match="in no plate"):
         CVI(model, guide).step(torch.zeros(3))
+
+
+def test_a_chain_of_discrete_sites_is_refused():
+    def model(x):
+        pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            s = pyro.sample("s_0", dist.Categorical(torch.ones(2)))
+            s = pyro.sample("s_1", dist.Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8]])[s]))
+            pyro.sample("x", dist.Normal(s.to(x.dtype), 1.0), obs=x)
+
+    def recognise(x):
+        return {f"s_{t}": dist.Categorical(torch.ones(len(x), 2)) for t in range(2)}
+
+    guide, *_ = guide_of(model, recognise, ["s_0", "s_1"])
+    with pytest.raises(CVIError, match="chain of discrete sites"):
+        CVI(model, guide).step(torch.zeros(5))
 
 
 def test_a_network_learns_what_the_closed_form_says():
