@@ -147,8 +147,9 @@ class Draw:
 
     `own` is the density of sites in plates that are spread over processes, `common` that of the others.
     `parameters` are unconstrained leaves, of which the `local` are of elements of this process;
-    `plates` those of the rows around the sites, and `shared` says that some site is in none. `along` are mean
-    parameters of CVI's blocks that the values are functions of, one mapping for each `Recognition`.
+    `plates` those of the rows around the sites, and `shared` says that some site is in none. `along`
+    are mean parameters of CVI's blocks that the values are functions of, one mapping for each
+    `Recognition`.
     """
 
     values: Mapping[str, Tensor]
