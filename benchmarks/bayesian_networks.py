@@ -6,8 +6,8 @@ on USPS digits 2 to 5 (1,651 rows, 13,054 weights) and on 10,000 digits of MNIST
 shuffled minibatches of 100. CVI with `infer={"posterior": "diagonal"}` for all weights and two draws a
 step; on USPS also as it is without (the large site diagonal, 16 draws). Beside it Pyro's `SVI` with
 `AutoNormal`, Adam, one draw a step, at several constant rates. All start at a draw from the prior with
-standard deviations of at most 0.1. The score is the mean of log p(y | x, data) over test rows, by 50 draws of
-the weights, off the clock. Float32.
+standard deviations of at most 0.1. The score is the mean of log p(y | x, data) over test rows, by 50
+draws of the weights, off the clock. Float32.
 """
 
 from __future__ import annotations
