@@ -208,7 +208,7 @@ def regression(x, y=None, size=None):
 
 def correlated():
     x = torch.randn(60, 4)
-    x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
+    x[:, 1] = 0.6 * x[:, 0] + 0.8 * x[:, 1]
     return x, x @ torch.tensor([1.0, -1.0, 0.5, 0.0]) + 0.5 * torch.randn(60)
 
 
