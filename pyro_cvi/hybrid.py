@@ -10,6 +10,7 @@ same bound.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,10 +86,34 @@ class HybridGuide(AutoGuideList):
             _open_plates(self, own, plates.seen, args, kwargs)
             if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
                 known = {n: x.detach() for n, x in result.items()}
+                if self.model is None:
+                    raise CVIError(
+                        message(
+                            "HybridGuide",
+                            "it was loaded without a model, and draws sites of rows given the others",
+                            "the model",
+                            "make a CVI(model, guide) first",
+                        )
+                    )
                 given = poutine.condition(self.model, data=known)
                 own = _settled(own, given, around, args, kwargs, plates.seen)
             result.update(own(*args, **kwargs))
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which this guide keeps: Pyro's own method takes it away from both."""
+        return {**self.__dict__, "_model": (None,), "master": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridGuide:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.take(self.model)
+        return new
+
+    def take(self, model: Callable[..., Any]) -> None:
+        """Have this model, if there is none: it does not travel in a pickle."""
+        if self.model is None:
+            self._model = (model,)
 
 
 def split(guide: Any) -> tuple[AutoCVI, AutoGuideList | None]:

@@ -37,7 +37,7 @@ from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
-from pyro_cvi.hybrid import Draw, Others, of_elements, split
+from pyro_cvi.hybrid import Draw, HybridGuide, Others, of_elements, split
 from pyro_cvi.linalg import or_zeros, sum_gradients
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
@@ -138,6 +138,8 @@ class CVI:
         check_model(model)
         self._own, beside = split(guide)
         self._others = None if beside is None else Others(beside, self._own)
+        if isinstance(beside, HybridGuide):
+            beside.take(model)
         if optim is not None and not isinstance(optim, PyroOptim):
             raise CVIError(
                 message(

@@ -17,6 +17,7 @@ H. Bendekgey et al. (2023), arXiv 2306.08230, for the derivative.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -477,7 +478,8 @@ def _or_zeros(g: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0)
+    """Over all rows: gradients are sums over them, and a few slow ones need not hold up the rest."""
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
 def _means(belief: Belief) -> tuple[Tensor, ...]:

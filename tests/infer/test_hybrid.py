@@ -439,6 +439,27 @@ def test_a_hybrid_guide_is_saved_and_loaded():
     torch.testing.assert_close(other[0].posterior("mu").mean, q.mean)
 
 
+def test_a_pickled_guide_gets_its_model_from_cvi():
+    def two(y):
+        with pyro.plate("rows", len(y)):
+            c = pyro.sample("c", dist.Bernoulli(0.5))
+            z = pyro.sample("z", dist.Normal(2 * c - 1, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide, file, y = HybridGuide(two), io.BytesIO(), torch.randn(4)
+    guide.append(AutoCVI(poutine.block(two, hide=["z"])))
+    guide.append(AutoNormal(poutine.block(two, expose=["z"])))
+    CVI(two, guide, optim=pyro.optim.Adam({"lr": 0.01})).step(y)
+    torch.save(guide, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with pytest.raises(CVIError, match="without a model"):
+        loaded(y)
+    CVI(two, loaded, optim=pyro.optim.Adam({"lr": 0.01}))
+    for each in (guide, loaded):
+        assert set(each(y)) == {"c", "z"}
+
+
 def test_what_is_wrong_is_said():
     x = data()
     guide, _ = amortised()

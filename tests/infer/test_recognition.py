@@ -4,6 +4,7 @@ Oracles: Kalman smoothing and mixtures by dense joints and enumeration, finite d
 fixed point, exact posteriors of linear Gaussian models.
 """
 
+import copy
 import io
 import math
 import warnings
@@ -339,6 +340,19 @@ def test_a_saved_fit_goes_on_to_the_last_bit():
     again.load(file)
     values["again"] = [again.step(x) for _ in range(2)]
     assert values["on"] == values["again"]
+
+
+def test_a_copy_goes_on_by_itself():
+    x = torch.randn(N, D)
+    guide, own, _ = guide_of(mixture, lambda x: {"z": dist.Normal(x, 1.0).to_event(1)})
+    CVI(mixture, guide, seed=11).step(x)
+    mean, copied = own.posterior("mu").mean, copy.deepcopy(guide)
+    assert copied[1]._guide.own is copied[0] is not own
+    CVI(mixture, copied, seed=12).step(x)
+    assert not torch.equal(copied[0].posterior("mu").mean, mean)
+    assert torch.equal(own.posterior("mu").mean, mean)
+    for each in (guide, copied):  # Pyro's list would have lost its model
+        assert each(x)["z"].shape == (N, D)
 
 
 def test_wisharts_cause_no_warnings_of_singular_draws():
