@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -77,6 +77,8 @@ _FIRST, _WARM, _SHARES = 0.1, 20, 16
 """Step t of diagonal posteriors that infer asks for has the size 0.1 (1 + t / 20)^-0.7 with 16 batches
 in a pass. The noise of a message grows with their number: with p times as many, steps are p times
 smaller and fall p times later; with fewer they only fall later, as correlated scalars take long."""
+_WIDE = 64
+"""Scalars of a sampled Gaussian block beyond which the number of draws does not follow by itself."""
 _LOCAL_CLIMB = 25
 """Steps in which the points climb that sampled local blocks of a minibatch begin around."""
 _LOCAL_ROUNDS = 4
@@ -695,6 +697,8 @@ class Sweeper:
         self.settle_sampled(evaluator, sampler, noisy, fresh=fresh)
         plan, old = evaluator.plan, dict(evaluator.beliefs)
         blocks = [b for b in plan.blocks if b.name in noisy and b.moves and not b.placement]
+        if self.time == 0:
+            _warn_if_few(blocks, sampler.count)
         before = self._known(evaluator)
         if before is None:
             before = sampler.estimate(evaluator, self.control, seed=self.next_seed(), groups=2)
@@ -885,6 +889,24 @@ def _slope(
             changes = zip(parts[half], new[name].leaves(), old[name].leaves(), strict=True)
             total += sum(float((d * (b - a).detach()).sum()) for d, b, a in changes)
     return total
+
+
+def _warn_if_few(blocks: Sequence[Block], count: int) -> None:
+    """Of a wide Gaussian that is sampled, few draws leave the curvature to noise: fits may diverge."""
+    for b in blocks:
+        width = 0 if b.layout is None else b.layout.width
+        if width > _WIDE and count < 2 * width:
+            warnings.warn(
+                message(
+                    f"latent site '{b.sites[0]}'",
+                    f"{width} scalars with one covariance, of which {count} draws a step tell little",
+                    f"{2 * width} draws or more, or scalars that are independent",
+                    f"CVI(model, guide, num_samples={4 * width}), or infer={{'posterior': 'diagonal'}} "
+                    "at the site, as by pyro.poutine.infer_config",
+                ),
+                CVIWarning,
+                stacklevel=8,
+            )
 
 
 def _shake(evaluator: Evaluator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pyro
@@ -13,7 +14,7 @@ from scipy.optimize import minimize
 from scipy.special import digamma, gammaln
 from torch import Tensor
 
-from pyro_cvi import CVI, AutoCVI, CVIError
+from pyro_cvi import CVI, AutoCVI, CVIError, CVIWarning
 from pyro_cvi.averaging import ERROR, Averaging
 from pyro_cvi.families import GAMMA
 from pyro_cvi.graph import Evaluator
@@ -484,3 +485,21 @@ def test_a_trusted_step_is_positive_definite_to_rounding() -> None:
             moved = GaussianBelief(zero, precision(basis, 1e-6)).trusted(old, 4.0)
             torch.testing.assert_close(moved.factor, torch.linalg.cholesky(moved.precision))
             assert bool(moved.scale_tril.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("width", "draws", "warns"), [(70, 16, True), (70, 140, False), (60, 16, False)]
+)
+def test_wide_blocks_from_few_draws_are_warned_of(width, draws, warns):
+    """A covariance of 70 scalars is not known from 16 draws: such a fit may end anywhere."""
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(width), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((w * w.flip(0)).cumsum(0).cos().sum(), 1.0), obs=y)
+
+    cvi = CVI(model, AutoCVI(model), num_samples=draws)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        cvi.step(torch.tensor(1.0))
+    told = [str(w.message) for w in found if issubclass(w.category, CVIWarning)]
+    assert [bool("diagonal" in t and "'w'" in t) for t in told] == ([True] if warns else [])
