@@ -85,7 +85,7 @@ def gaussian_blocks(
     viewed: dict[str, GaussianBlock] = {}
     if not any(parts.values()):
         for group in groups:
-            found = None if plain & set(group) else _viewed(group, latents, factors, max_dense_dim)
+            found = None if plain & set(group) else _viewed(group, latents, factors)
             if found is not None:
                 viewed[group[0]] = found
     # What no views serve is laid out by the scalars that meet, with cumulative sums written out.
@@ -298,12 +298,11 @@ def _local(
 
 
 def _viewed(
-    sites: list[str], latents: Mapping[str, Latent], factors: Sequence[Factor], max_dense_dim: int
+    sites: list[str], latents: Mapping[str, Latent], factors: Sequence[Factor]
 ) -> GaussianBlock | None:
     """The block in a form that its factors see through views, where there is a better one for it."""
     name = block_label(sites, latents)
-    process = process_of(name, sites, latents, factors)
-    found = process or chain_of(name, sites, latents, factors, max_dense_dim=max_dense_dim)
+    found = process_of(name, sites, latents, factors) or chain_of(name, sites, latents, factors)
     if found is None:
         return None
     form, viewed = found

@@ -75,17 +75,15 @@ def chain_of(
     latents: Mapping[str, Latent],
     factors: Sequence[Factor],
     kept: bool = False,
-    max_dense_dim: int = _SMALLEST,
 ) -> tuple[Chain, Viewed] | None:
     """The block as a chain and its factors rewritten, or None where that is not possible, or no gain.
 
-    `kept` says that the block has been one before; up to `max_dense_dim` scalars it could be dense.
+    `kept` says that the block has been one before.
     """
-    size = sum(math.prod(latents[s].shape) for s in sites)
-    if not kept and size <= min(_SMALLEST, max_dense_dim):
+    if not kept and sum(math.prod(latents[s].shape) for s in sites) <= _SMALLEST:
         return None
     try:
-        return _Builder(name, sites, latents).build(factors, kept or size > max_dense_dim)
+        return _Builder(name, sites, latents).build(factors, kept)
     except NoViewError:
         return None
 
