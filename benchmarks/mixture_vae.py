@@ -20,10 +20,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
+import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from _common import Curve, Row, arguments, arrays, machine, report, run, warm_up
+from _common import RESULTS, Curve, Row, arguments, arrays, machine, report, run, warm_up
 from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from torch import Tensor, nn
@@ -136,8 +137,8 @@ def batches(x: Tensor) -> Iterator[Tensor]:
 def follow_both(
     name: str, make: Callable[[Nets], tuple[Callable[[Tensor], float], Callable[[], Mixture]]],
     x: Tensor, test: Tensor, labels: Tensor, cap: float,
-) -> tuple[Curve, list[float]]:  # fmt: skip
-    """Scores against time, and the accuracies beside them."""
+) -> tuple[Curve, list[float], Nets, Mixture]:  # fmt: skip
+    """Scores against time, the accuracies beside them, and what was learnt."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     nets = Nets(x.shape[1], len(x))
@@ -157,7 +158,24 @@ def follow_both(
         curve.scores.append(found[0])
         accuracy.append(found[1])
         print(f"{name}: {spent:.1f} s, {found[0]:.2f} nats, {found[1]:.3f}", flush=True)
-    return curve, accuracy
+    return curve, accuracy, nets, mixture()
+
+
+@torch.no_grad()
+def picture(nets: Nets, mixture: Mixture) -> None:
+    """The mean image of each component, the most probable first, and seven draws of it."""
+    w, mu, tau = mixture
+    order = w.argsort(descending=True)
+    figure, axes = plt.subplots(8, K, figsize=(K * 0.6, 5.2))
+    for column, k in zip(axes.T, order.tolist(), strict=True):
+        z = torch.cat([mu[k, None], dist.Normal(mu[k], tau[k].rsqrt()).sample((7,))])
+        for panel, image in zip(column, nets.decoder(z).sigmoid(), strict=True):
+            panel.imshow(image.reshape(28, 28), cmap="gray_r", vmin=0, vmax=1)
+            panel.set(xticks=[], yticks=[])
+        column[0].set_title(f"{float(w[k]):.0%}", fontsize=8)
+    figure.tight_layout(pad=0.2)
+    figure.savefig(RESULTS / "mixture_vae.png", dpi=90)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -174,7 +192,9 @@ def main() -> None:
     rows = []
     found = {}
     for name, make in (("CVI", with_cvi), ("Adam on everything", with_adam)):
-        curve, accuracy = follow_both(name, make, x, test, labels, cap)
+        curve, accuracy, nets, mixture = follow_both(name, make, x, test, labels, cap)
+        if name == "CVI" and not options.small:
+            picture(nets, mixture)
         found[name] = curve
         for t in TIMES:
             rows.append(Row(name, f"test ELBO after {t} s, nats an image", curve.at(t)))
