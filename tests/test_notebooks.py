@@ -46,3 +46,5 @@ def test_notebook_is_committed_with_its_outputs(path: Path) -> None:
     assert not not_run, f"{path.name} has cells that were not run"
     errors = [output.evalue for output in outputs if output.output_type == "error"]
     assert not errors, f"{path.name} is saved with errors"
+    said = [output.text for output in outputs if output.output_type == "stream"]
+    assert not [text for text in said if "site-packages" in text], "a path of this machine"
