@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 from torch import Tensor
 
-from pyro_cvi import CVI, AutoCVI, CVIError, explain
+from pyro_cvi import CVI, AutoCVI, CVIError, CVIWarning, explain
 from pyro_cvi.graph import blocks
 
 
