@@ -82,7 +82,7 @@ class HybridGuide(AutoGuideList):
             with poutine.trace() as handler, OnePlate():  # parts may share a plate
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
-            around = _plates_of(handler.trace, own)
+            around = _named_rows(self) or _plates_of(handler.trace, own)
             _open_plates(self, own, plates.seen, args, kwargs)
             if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
                 known = {n: x.detach() for n, x in result.items()}
@@ -230,7 +230,7 @@ class Others:
         leaves = {n: p for n, p in leaves.items() if p.requires_grad}
         return Draw(
             values, own, common, leaves, of_elements(trace, shards), dict(plates.seen),
-            _plates_of(trace, self._own), shared, self._along(),
+            _named_rows(self._guide) or _plates_of(trace, self._own), shared, self._along(),
         )  # fmt: skip
 
     def _along(self) -> tuple[Mapping[str, tuple[Tensor, ...]], ...]:
@@ -280,6 +280,12 @@ def _values(trace: Any) -> dict[str, Tensor]:
         and not site["is_observed"]
         and not site["infer"].get("is_auxiliary", False)
     }
+
+
+def _named_rows(guide: AutoGuideList) -> frozenset[str]:
+    """The plates of rows that some `Recognition` names."""
+    parts = [p._guide for p in guide if isinstance(p, AutoCallable)]
+    return frozenset().union(*(p.rows for p in parts if isinstance(p, Recognition)))
 
 
 def _plates_of(trace: Any, own: AutoCVI) -> frozenset[str]:

@@ -107,6 +107,8 @@ class Recognition:
         own: the `AutoCVI` of the other sites, whose posterior enters the messages.
         keep: observed sites that stay, with exact messages, beside the potentials (labels of some
             rows); all other observed sites are what the potentials stand for.
+        rows: the plates of the rows, where the sites are in several and it does not show: those of which
+            a run holds some elements only, or others than before, are rows.
 
     The sites must be in a plate. Other latents of that plate (the cluster of a row) take part in finding
     q(z), and then are CVI's given the draw of z. A scale or mask around a site holds for its potential
@@ -144,6 +146,7 @@ class Recognition:
         recognise: Recognise,
         own: AutoCVI,
         keep: Sequence[str] = (),
+        rows: Sequence[str] = (),
     ) -> None:
         if not isinstance(own, AutoCVI):
             raise CVIError(
@@ -152,7 +155,8 @@ class Recognition:
                     'own = AutoCVI(poutine.block(model, hide=[...])), a part of the same HybridGuide',
                 )
             )  # fmt: skip
-        self.model, self.recognise, self.own, self.keep = model, recognise, own, frozenset(keep)
+        self.model, self.recognise, self.own = model, recognise, own
+        self.keep, self.rows = frozenset(keep), frozenset(rows)
         self.shared: Leaves = {}
         """The mean parameters of the blocks of `own` that the last draw is a function of."""
         self._known: dict[tuple[tuple[str, torch.Size], ...], Prepared] = {}
@@ -163,10 +167,18 @@ class Recognition:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw the sites, in their plates."""
-        potentials = dict(self.recognise(*args, **kwargs))
+        potentials = self.recognise(*args, **kwargs)
+        if not isinstance(potentials, Mapping) or not potentials:
+            raise CVIError(
+                message(
+                    "Recognition", f"recognise gives {potentials!r}", "a potential for each site",
+                    '{"z": dist.Normal(*encoder(x)).to_event(1)}, say',
+                )
+            )  # fmt: skip
         with OnePlate():
             trace = _run(self.model, args, kwargs)
             local = _plates(potentials, trace)
+            _check_observed(self.keep, trace)
             with poutine.block(), torch.enable_grad():
                 found = self._found(potentials, local, trace, args, kwargs)
             return _drawn(found, frozenset(potentials), local)
@@ -178,7 +190,8 @@ class Recognition:
         """The local optimum, with its graph."""
         surrogate = _Surrogate(self.model, potentials, self.keep)
         fitted = self.own.prepared.sizes if self.own.prepared is not None else {}
-        rows = rows_of({n: (p.size, p.full) for n, p in local.items()}, fitted)
+        rows = self.rows or rows_of({n: (p.size, p.full) for n, p in local.items()}, fitted)
+        _check_rows(rows, local, frozenset(potentials), trace)
         chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items() if n in rows}
         chosen = {n: p.indices for n, p in local.items()}
         key = tuple((n, s["value"].shape) for n, s in trace.nodes.items() if _is_latent(s))
@@ -322,6 +335,58 @@ def _plates(potentials: Potentials, trace: poutine.Trace) -> dict[str, _Plate]:
     return found
 
 
+def _is_finite(potential: Any) -> bool:
+    """Whether all tensors that a distribution, or what it wraps, is made of are finite."""
+    inner = getattr(potential, "base_dist", None)
+    own = [v for v in vars(potential).values() if isinstance(v, Tensor) and v.is_floating_point()]
+    return all(bool(v.isfinite().all()) for v in own) and (inner is None or _is_finite(inner))
+
+
+def _check_observed(keep: frozenset[str], trace: poutine.Trace) -> None:
+    observed = {n for n, s in trace.nodes.items() if s["type"] == "sample" and s["is_observed"]}
+    missing = sorted(keep - observed)
+    if missing:
+        raise CVIError(
+            message(
+                f"keep={sorted(keep)}", f"the model has no observed site '{missing[0]}'",
+                f"some of {sorted(observed)}", "name the observed sites that stay",
+            )
+        )  # fmt: skip
+
+
+def _check_rows(
+    rows: frozenset[str], local: Mapping[str, _Plate], sites: frozenset[str], trace: poutine.Trace
+) -> None:
+    """Where all plates count as rows, no other site may be in some of them only.
+
+    It could be shared by all rows, or a row's own.
+    """
+    unknown = sorted(rows - set(local))
+    if unknown:
+        raise CVIError(
+            message(
+                f"rows={sorted(rows)}", f"no recognised site is in a plate '{unknown[0]}'",
+                f"some of {sorted(local)}", "name plates around the recognised sites",
+            )
+        )  # fmt: skip
+    if rows != set(local):
+        return
+    for name, site in trace.nodes.items():
+        if not _is_latent(site) or name in sites:
+            continue
+        around = {f.name for f in site["cond_indep_stack"] if f.vectorized} & set(local)
+        if around and around != set(local):
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"it is in {sorted(around)} of the plates {sorted(local)} of the recognised sites, "
+                    "all of whose elements are there: whether rows share it cannot be told",
+                    "the plates of the rows",
+                    f"Recognition(model, recognise, own, rows=[...]) with some of {sorted(local)}",
+                )
+            )
+
+
 def _check_shapes(name: str, site: Any, potential: Any) -> None:
     if potential is None:
         return
@@ -331,6 +396,13 @@ def _check_shapes(name: str, site: Any, potential: Any) -> None:
         found = f"a potential of event shape {tuple(potential.event_shape)}"
     elif potential.batch_shape != site["fn"].batch_shape:
         found = f"a potential of batch shape {tuple(potential.batch_shape)}"
+    elif not _is_finite(potential):
+        raise CVIError(
+            message(
+                f"latent site '{name}'", "its potential has parameters that are not finite",
+                "finite ones", "look at what the encoder gives, and at its rate of learning",
+            )
+        )  # fmt: skip
     else:
         return
     fn = site["fn"]

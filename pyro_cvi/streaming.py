@@ -35,7 +35,11 @@ def posterior_as_prior(
     """The model with the posterior of a fit in the place of its prior.
 
     The posterior is that of the moment of the call. With conjugate messages, fits of one batch of data
-    after the other have the posterior of all of them; else as near as the family of q is to it.
+    after the other have the posterior of all of them; else as near as the family of q is to it. Scales and
+    masks around the sites were about their prior, and do not count again.
+
+    It is a model to be fitted: what sites of a Gaussian block know together is a `pyro.factor`, which draws
+    of the model itself do not see. For predictions give `Predictive` a guide.
 
     Arguments:
         sites: those that the next data share with the last; without it all latents but those in a
@@ -209,7 +213,8 @@ class _Replaced(Messenger):
                     "leave the site out of `sites=`, if it is about the rows",
                 )
             )
-        msg["fn"] = law
+        # Its scale and mask were about the prior, and have had their part in the posterior.
+        msg["fn"], msg["scale"], msg["mask"] = law, 1.0, None
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self.wanted:

@@ -470,3 +470,62 @@ def test_several_particles_are_a_mean_of_steps():
     assert float(own.posterior("a").variance) == pytest.approx(1 / (1 + 30 * 4 / 0.09), rel=0.01)
     assert float(own.posterior("a").mean) == pytest.approx(-0.5, abs=0.01)
     assert part.shared
+
+
+def columns(x):
+    """mu of each column is known from elsewhere; z in rows and columns."""
+    cols = pyro.plate("cols", 3, dim=-1)
+    with cols:
+        mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+        pyro.sample("known", dist.Normal(mu, 0.01), obs=torch.full((3,), 5.0))
+    with pyro.plate("rows", len(x), dim=-2), cols:
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+
+def test_a_site_shared_by_all_rows_is_not_taken_for_a_rows_own():
+    """Given mu = 5 and x = 0 the code has mean 5/2: what CVI knows of mu counts."""
+    x = torch.zeros(4, 3)
+    own = AutoCVI(poutine.block(columns, hide=["z"]))
+
+    def recognise(x):
+        return {"z": dist.Normal(x, torch.ones(4, 3))}
+
+    guide = HybridGuide(columns)
+    guide.append(own)
+    guide.append(Recognition(columns, recognise, own, rows=["rows"]))
+    cvi = CVI(columns, guide, seed=0)
+    for _ in range(5):
+        cvi.step(x)
+    law = law_of(guide[1]._guide, x)
+    torch.testing.assert_close(law.mean, torch.full_like(law.mean, 2.5), atol=0.01, rtol=0)
+    vague, _, _ = guide_of(columns, recognise)
+    with pytest.raises(CVIError, match="'mu'.*cannot be told.*rows="):
+        CVI(columns, vague).step(x)
+
+
+@pytest.mark.parametrize(
+    ("recognise", "options", "words"),
+    [
+        (lambda x: None, {}, "gives None"),
+        (lambda x: {}, {}, "a potential for each site"),
+        (
+            lambda x: {"z": dist.Normal(x, 1.0).to_event(1)},
+            {"keep": ["nope"]},
+            "no observed site 'nope'",
+        ),
+        (lambda x: {"z": dist.Normal(x, 1.0).to_event(1)}, {"rows": ["nope"]}, "a plate 'nope'"),
+        (
+            lambda x: {"z": dist.Normal(x * math.nan, 1.0, validate_args=False).to_event(1)},
+            {},
+            "finite",
+        ),
+    ],
+)
+def test_what_an_encoder_may_not_give_is_refused(recognise, options, words):
+    own = AutoCVI(poutine.block(mixture, hide=["z"]))
+    guide = HybridGuide(mixture)
+    guide.append(own)
+    guide.append(Recognition(mixture, recognise, own, **options))
+    with pyro.validation_enabled(False), pytest.raises(CVIError, match=words):
+        CVI(mixture, guide).step(torch.randn(N, D))

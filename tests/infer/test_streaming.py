@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
 from pyro_cvi import CVI, AutoCVI, CVIError, posterior_as_prior
 
@@ -43,7 +44,19 @@ def log_scale(x, y):
         pyro.sample("y", dist.Normal(w.log() + b * x, 0.7), obs=y)
 
 
-@pytest.mark.parametrize("model", [regression, rates, groups, log_scale])
+def tempered(x, y):
+    with poutine.scale(scale=0.1):
+        w = pyro.sample("w", dist.Normal(torch.ones(2), 0.5).to_event(1))
+        rate = pyro.sample("rate", dist.Gamma(2.0, 3.0))
+    with pyro.plate("two", 2), poutine.mask(mask=torch.tensor([True, False])):
+        u = pyro.sample("u", dist.Normal(0.0, 0.3))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(w[0] + w[1] * x, 0.7), obs=y)
+        pyro.sample("v", dist.Normal(u[0] + u[1] * x, 0.7), obs=y)
+        pyro.sample("k", dist.Poisson(rate), obs=y.abs().round())
+
+
+@pytest.mark.parametrize("model", [regression, rates, groups, log_scale, tempered])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_one_batch_after_the_other_is_all_at_once(model, dtype):
     torch.set_default_dtype(dtype)
