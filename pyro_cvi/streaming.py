@@ -35,11 +35,11 @@ def posterior_as_prior(
     """The model with the posterior of a fit in the place of its prior.
 
     The posterior is that of the moment of the call. With conjugate messages, fits of one batch of data
-    after the other have the posterior of all of them; else as near as the family of q is to it. Scales and
-    masks around the sites were about their prior, and do not count again.
+    after the other have the posterior of all of them; else as near as the family of q is to it. Scales
+    and masks around the sites were about their prior, and do not count again.
 
-    It is a model to be fitted: what sites of a Gaussian block know together is a `pyro.factor`, which draws
-    of the model itself do not see. For predictions give `Predictive` a guide.
+    It is a model to be fitted: what sites of a Gaussian block know together is a `pyro.factor`, which
+    draws of the model itself do not see. For predictions give `Predictive` a guide.
 
     Arguments:
         sites: those that the next data share with the last; without it all latents but those in a
