@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["CVIError", "CVIWarning", "ModelError", "imported", "message"]
+__all__ = ["CVIError", "CVIWarning", "ModelError", "check_names", "imported", "message"]
 
 
 class CVIError(ValueError):
@@ -23,6 +24,16 @@ class CVIWarning(UserWarning):
 def message(where: str, found: str, expected: str, remedy: str) -> str:
     """One sentence a part: where, what was found, what was expected, what to write instead."""
     return f"{where}: {found}. Expected: {expected}. Instead: {remedy}."
+
+
+def check_names(
+    where: str, names: Iterable[str], known: Iterable[str], what: str, remedy: str
+) -> None:
+    """An error for names that are not among those known; `what` says what is missing."""
+    among = set(known)
+    unknown = sorted(set(names) - among)
+    if unknown:
+        raise CVIError(message(where, f"{what} '{unknown[0]}'", f"some of {sorted(among)}", remedy))
 
 
 def imported(module: str, extra: str, where: str) -> Any:

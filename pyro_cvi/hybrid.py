@@ -28,6 +28,7 @@ from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.prepared import prepare
+from pyro_cvi.graph.symbolic import frames_around, full_size, plates_around
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.prediction import carried
@@ -218,9 +219,9 @@ class Others:
         for name, site in trace.nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            if name in values and not any(f.vectorized for f in site["cond_indep_stack"]):
+            if name in values and not plates_around(site):
                 shared = True
-            if shards.hold(_names(site)):
+            if shards.hold(plates_around(site)):
                 own = own.plus(site)
             else:
                 common = common.plus(site)
@@ -235,8 +236,7 @@ class Others:
 
     def _along(self) -> tuple[Mapping[str, tuple[Tensor, ...]], ...]:
         """The mean parameters of CVI's blocks that the last draw is a function of."""
-        parts = [p._guide for p in self._guide if isinstance(p, AutoCallable)]
-        return tuple(p.shared for p in parts if isinstance(p, Recognition) and p.shared)
+        return tuple(p.shared for p in _recognitions(self._guide) if p.shared)
 
 
 class _Streams(Messenger):
@@ -247,16 +247,11 @@ class _Streams(Messenger):
         self._shards, self._stack = shards, ExitStack()
 
     def _pyro_sample(self, msg: Any) -> None:
-        if self._shards.hold(_names(msg) | {msg["name"]}):
+        if self._shards.hold(plates_around(msg) | {msg["name"]}):
             self._stack.enter_context(self._shards.own_randomness())
 
     def _pyro_post_sample(self, msg: Any) -> None:
         self._stack.close()
-
-
-def _names(site: Any) -> frozenset[str]:
-    """The plates around a site."""
-    return frozenset(f.name for f in site["cond_indep_stack"] if f.vectorized)
 
 
 def of_elements(trace: Any, shards: Shards) -> frozenset[str]:
@@ -266,7 +261,7 @@ def of_elements(trace: Any, shards: Shards) -> frozenset[str]:
         for n, s in trace.nodes.items()
         if s["type"] == "param"
         and s["kwargs"].get("event_dim") is not None
-        and shards.hold(_names(s))
+        and shards.hold(plates_around(s))
     )
 
 
@@ -282,17 +277,20 @@ def _values(trace: Any) -> dict[str, Tensor]:
     }
 
 
+def _recognitions(guide: AutoGuideList) -> list[Recognition]:
+    parts = [p._guide for p in guide if isinstance(p, AutoCallable)]
+    return [p for p in parts if isinstance(p, Recognition)]
+
+
 def _named_rows(guide: AutoGuideList) -> frozenset[str]:
     """The plates of rows that some `Recognition` names."""
-    parts = [p._guide for p in guide if isinstance(p, AutoCallable)]
-    return frozenset().union(*(p.rows for p in parts if isinstance(p, Recognition)))
+    return frozenset().union(*(p.rows for p in _recognitions(guide)))
 
 
 def _plates_of(trace: Any, own: AutoCVI) -> frozenset[str]:
     """The plates of the rows around what a run of guides has sampled."""
     sites = (trace.nodes[n] for n in _values(trace))
-    frames = (f for s in sites for f in s["cond_indep_stack"] if f.vectorized)
-    plates = {f.name: (f.size, f.size if f.full_size is None else f.full_size) for f in frames}
+    plates = {f.name: (f.size, full_size(f)) for s in sites for f in frames_around(s)}
     return rows_of(plates, {} if own.prepared is None else own.prepared.sizes)
 
 

@@ -18,7 +18,6 @@ H. Bendekgey et al. (2023), arXiv 2306.08230, for the derivative.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,13 +31,21 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError, check_names, message
 from pyro_cvi.graph.evaluator import Evaluator, Leaves, moments_of
 from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
+from pyro_cvi.graph.symbolic import (
+    frames_around,
+    full_size,
+    is_factor_site,
+    plates_around,
+    without_false_alarms,
+)
 from pyro_cvi.guide import AutoCVI, in_plates, site_given
 from pyro_cvi.laws import marginal
+from pyro_cvi.linalg import or_zeros
 from pyro_cvi.prediction import carried, carried_moments
 from pyro_cvi.sweep import Sweeper
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
@@ -293,15 +300,13 @@ def _name(site: str) -> str:
 
 
 def _is_latent(site: Any) -> bool:
-    return site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
+    return is_factor_site(site) and not site["is_observed"]
 
 
 def _run(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
     """A run of the model, of which handlers outside see the plates only."""
     plates_only = poutine.block(hide_fn=lambda m: not site_is_subsample(m))
-    with plates_only, torch.no_grad(), warnings.catch_warnings():
-        # torch's Wishart says so of proper draws
-        warnings.filterwarnings("ignore", "Singular sample detected", UserWarning)
+    with plates_only, torch.no_grad(), without_false_alarms():
         return poutine.trace(model).get_trace(*args, **kwargs)
 
 
@@ -319,7 +324,7 @@ def _plates(potentials: Potentials, trace: poutine.Trace) -> dict[str, _Plate]:
                 )
             )  # fmt: skip
         _check_shapes(name, site, potentials[name])
-        frames = [f for f in site["cond_indep_stack"] if f.vectorized]
+        frames = frames_around(site)
         if not frames:
             raise CVIError(
                 message(
@@ -330,8 +335,8 @@ def _plates(potentials: Potentials, trace: poutine.Trace) -> dict[str, _Plate]:
                 )
             )
         for f in frames:
-            full = f.size if f.full_size is None else f.full_size
-            found[f.name] = _Plate(f.name, f.dim, f.size, full, trace.nodes[f.name]["value"])
+            indices = trace.nodes[f.name]["value"]
+            found[f.name] = _Plate(f.name, f.dim, f.size, full_size(f), indices)
     return found
 
 
@@ -343,15 +348,9 @@ def _is_finite(potential: Any) -> bool:
 
 
 def _check_observed(keep: frozenset[str], trace: poutine.Trace) -> None:
-    observed = {n for n, s in trace.nodes.items() if s["type"] == "sample" and s["is_observed"]}
-    missing = sorted(keep - observed)
-    if missing:
-        raise CVIError(
-            message(
-                f"keep={sorted(keep)}", f"the model has no observed site '{missing[0]}'",
-                f"some of {sorted(observed)}", "name the observed sites that stay",
-            )
-        )  # fmt: skip
+    observed = [n for n, s in trace.nodes.items() if s["type"] == "sample" and s["is_observed"]]
+    remedy = "name the observed sites that stay"
+    check_names(f"keep={sorted(keep)}", keep, observed, "the model has no observed site", remedy)
 
 
 def _check_rows(
@@ -361,20 +360,14 @@ def _check_rows(
 
     It could be shared by all rows, or a row's own.
     """
-    unknown = sorted(rows - set(local))
-    if unknown:
-        raise CVIError(
-            message(
-                f"rows={sorted(rows)}", f"no recognised site is in a plate '{unknown[0]}'",
-                f"some of {sorted(local)}", "name plates around the recognised sites",
-            )
-        )  # fmt: skip
+    where, remedy = f"rows={sorted(rows)}", "name plates around the recognised sites"
+    check_names(where, rows, local, "no recognised site is in a plate", remedy)
     if rows != set(local):
         return
     for name, site in trace.nodes.items():
         if not _is_latent(site) or name in sites:
             continue
-        around = {f.name for f in site["cond_indep_stack"] if f.vectorized} & set(local)
+        around = plates_around(site) & set(local)
         if around and around != set(local):
             raise CVIError(
                 message(
@@ -509,7 +502,7 @@ class _Fixed:
 
         A step asks twice, before and after the shared posterior has moved a little.
         """
-        given = [_or_zeros(g, t) for g, t in zip(grads, self.after, strict=True)]
+        given = [or_zeros(g, t) for g, t in zip(grads, self.after, strict=True)]
         if len(self.blocks) == 1:  # nothing that its own state enters
             return tuple(given)
         size = _norm(given)
@@ -524,7 +517,7 @@ class _Fixed:
                     [self.after[i] for i in live], self.before, [term[i] for i in live],
                     retain_graph=True, allow_unused=True,
                 )  # fmt: skip
-            term = [_or_zeros(m, t) for m, t in zip(moved, self.before, strict=True)]
+            term = [or_zeros(m, t) for m, t in zip(moved, self.before, strict=True)]
             total = [a + b for a, b in zip(total, term, strict=True)]
             if not _norm(term) > _NEGLIGIBLE * size:
                 break
@@ -543,10 +536,6 @@ class _ImplicitGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *ctx.solve(grads)
-
-
-def _or_zeros(g: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if g is None else g
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
@@ -592,9 +581,8 @@ def _joint_draw(block: Block, belief: GaussianBelief, plates: Mapping[str, Any])
     shape = [1] * max(-p.dim for p in parts)
     for p in parts:
         shape[p.dim] = p.size
-    law = dist.MultivariateNormal(belief.loc, scale_tril=belief.scale_tril)
-    rows = torch.Size([*shape, law.batch_shape[0] // max(torch.Size(shape).numel(), 1)])
-    width = belief.loc.shape[-1]
+    count, width = belief.loc.shape
+    rows = (*shape, count // max(math.prod(shape), 1))
     law = dist.MultivariateNormal(
         belief.loc.reshape(*rows, width), scale_tril=belief.scale_tril.reshape(*rows, width, width)
     ).to_event(1)

@@ -11,7 +11,7 @@ Source: T. Broderick et al. (2013), Streaming variational Bayes, arXiv 1307.6769
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError, check_names, message
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.laws import marginal
@@ -65,14 +65,8 @@ def posterior_as_prior(
     """
     plan = guide.plan.whole
     wanted = _shared(guide) if sites is None else list(sites)
-    unknown = sorted(set(wanted) - set(plan.latents))
-    if unknown:
-        raise CVIError(
-            message(
-                f"posterior_as_prior(sites={wanted})", f"no latent site '{unknown[0]}'",
-                f"some of {sorted(plan.latents)}", "name sites of the fitted model",
-            )
-        )  # fmt: skip
+    where = f"posterior_as_prior(sites={wanted})"
+    check_names(where, wanted, plan.latents, "no latent site", "name sites of the fitted model")
     laws: dict[str, Any] = {}
     joint: list[_Joint] = []
     for block in plan.blocks:
@@ -84,7 +78,7 @@ def posterior_as_prior(
         for s in inside:
             laws[s] = marginal(plan.latents[s], block, belief)
         if isinstance(belief, GaussianBelief) and belief.loc.shape[-1] > 1:
-            joint.append(_Joint.of(guide, block, belief))
+            joint.append(_Joint.of(guide, block, belief, laws))
     if isinstance(model, _Model):  # its priors have served: the posterior holds what they said
         laws = {**model.laws, **laws}
         joint += [j for j in model.joint if not set(j.sites) & set(wanted)]
@@ -140,7 +134,7 @@ class _Joint:
     beyond: Tensor
 
     @staticmethod
-    def of(guide: AutoCVI, block: Block, belief: GaussianBelief) -> _Joint:
+    def of(guide: AutoCVI, block: Block, belief: GaussianBelief, laws: Mapping[str, Any]) -> _Joint:
         layout, latents = block.layout, guide.plan.whole.latents
         assert layout is not None
         index = torch.zeros(layout.count, layout.width, dtype=torch.long, device=belief.loc.device)
@@ -153,7 +147,8 @@ class _Joint:
         variance = belief.cov.diagonal(dim1=-2, dim2=-1)
         known = torch.zeros_like(belief.precision)
         for s in block.sites:
-            known = known + _known(guide, block, belief, s, variance)
+            core = laws[s] if latents[s].transform is None else laws[s].base_dist
+            known = known + _known(block, belief, s, core, variance)
         transforms = {s: latents[s].transform for s in block.sites}
         beyond = belief.precision - known
         return _Joint(block.name, block.sites, transforms, index, belief.loc, beyond)
@@ -170,16 +165,11 @@ class _Joint:
         pyro.factor(f"_before_{self.name}", -0.5 * squares)
 
 
-def _known(
-    guide: AutoCVI, block: Block, belief: GaussianBelief, site: str, variance: Tensor
-) -> Tensor:
-    """The precision of a site's own law, in the places of the block."""
+def _known(block: Block, belief: GaussianBelief, site: str, core: Any, variance: Tensor) -> Tensor:
+    """The precision of a site's own Gaussian `core`, in the places of the block."""
     layout = block.layout
     assert layout is not None
-    latent = guide.plan.whole.latents[site]
     element, position = layout.element[site], layout.position[site]
-    law = marginal(latent, block, belief)
-    core = law.base_dist if latent.transform is not None else law
     found = torch.zeros_like(belief.precision)
     if isinstance(core, torch.distributions.MultivariateNormal):
         n = core.event_shape[-1]

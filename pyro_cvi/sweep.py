@@ -134,7 +134,6 @@ class Sweeper:
         self.drifts = self.is_conditional = False
         self.beside: frozenset[str] = frozenset()
         self.along: Callable[[Evaluator], dict[str, Gradient]] | None = None
-        self._further: dict[str, Gradient] = {}
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = 0.0
@@ -168,7 +167,6 @@ class Sweeper:
             "_targets": {},
             "_anderson": Anderson(),
             "along": None,
-            "_further": {},
         }
         return {**self.__dict__, **passing}
 
@@ -334,10 +332,10 @@ class Sweeper:
         if self.time == 0 and not fitted and _is_symmetric(plan):
             # The start of a discrete site breaks the symmetry of a mixture only if the others look at
             # it before it moves.
-            self._outside(evaluator, outer, seen, 1.0)
+            self._outside(evaluator, outer, seen, 1.0, {})
         self.settle(evaluator, noisy)
-        self._further = {} if self.along is None else self.along(evaluator)
-        self._outside(evaluator, outer, seen, rate)
+        further = {} if self.along is None else self.along(evaluator)
+        self._outside(evaluator, outer, seen, rate, further)
 
     def _warn_if_lost(self, evaluator: Evaluator, prepared: Prepared) -> None:
         """After 4, 16, ... passes: is this minibatch's bound far below that of the start?"""
@@ -396,9 +394,10 @@ class Sweeper:
         return _Remembered(self._memory, replace(part, scale=part.scale * times), weights)
 
     def _outside(
-        self, evaluator: Evaluator, blocks: list[Block], seen: _Remembered | None, rate: float
-    ) -> None:
-        """The steps of blocks outside of the subsampled plates."""
+        self, evaluator: Evaluator, blocks: list[Block], seen: _Remembered | None, rate: float,
+        further: dict[str, Gradient],
+    ) -> None:  # fmt: skip
+        """The steps of blocks outside of the subsampled plates, with gradients `further` to messages."""
         inside = evaluator
         if seen is not None and seen.weights is not None:
             inside = evaluator.with_weights(seen.part.name, seen.part.dim, seen.weights)
@@ -411,7 +410,10 @@ class Sweeper:
                 outside = inside.message(block, outside=plate)
                 message = [sum_gradients(a, b) for a, b in zip(own, outside, strict=True)]
                 found = self._of_all_rows(inside, block, own, outside, seen)
-            gradient, size = (None, rate) if found is None else found
+            gradient, size = (message, rate) if found is None else found
+            if block.name in further:
+                pairs = zip(gradient, further[block.name], strict=True)
+                gradient = [sum_gradients(a, b) for a, b in pairs]
             self._seen_in_part(inside, block, message, gradient, size, exact)
             if inside is not evaluator:
                 evaluator.set(block.name, inside.beliefs[block.name])
@@ -446,10 +448,10 @@ class Sweeper:
         return not (evaluator.plan.learns or self.is_conditional or evaluator.temperature != 1)
 
     def _seen_in_part(
-        self, evaluator: Evaluator, block: Block, message: Gradient, remembered: Gradient | None,
+        self, evaluator: Evaluator, block: Block, message: Gradient, gradient: Gradient,
         rate: float, exact: bool,
     ) -> None:  # fmt: skip
-        """A step on the message of a minibatch, or on what is remembered of all of them.
+        """A step on the message of a minibatch, or on a gradient by what is remembered of all of them.
 
         The test of a full step, E(q') - E(q) - <message, mean' - mean> >= (1 - 1/rho) KL(q' || q), where
         E is the minibatch's own: whether it bends too much for a step of this length has nothing to do
@@ -457,11 +459,7 @@ class Sweeper:
         batches, remembered from elsewhere, are worth here: where they make an improper target, this
         minibatch's serves, and curvatures of the wrong sign are turned.
         """
-        gradient = message if remembered is None else remembered
         name = block.name
-        if name in self._further:
-            further = self._further[name]
-            gradient = [sum_gradients(a, b) for a, b in zip(gradient, further, strict=True)]
         if exact:
             self._take(evaluator, block, gradient, rate)
             return

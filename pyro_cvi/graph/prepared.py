@@ -36,6 +36,7 @@ from pyro_cvi.graph.symbolic import (
     Symbolic,
     describe_latents,
     enumerated_values,
+    full_size,
     is_factor_site,
     plain_trace,
     plate_frames,
@@ -215,7 +216,7 @@ def _parts(
     for f in plate_frames(trace):
         if not f.vectorized:
             continue
-        full = f.size if f.full_size is None else f.full_size
+        full = full_size(f)
         scale = full / max(f.size, 1) if full > 0 else 1.0
         if f.name in chunk:
             found[f.name] = Part(f.name, f.dim, f.size, chunk[f.name][0], scale)

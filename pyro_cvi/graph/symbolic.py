@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +46,19 @@ from pyro_cvi.families import (
 )
 from pyro_cvi.linalg import broadcast_shapes
 
-__all__ = ["Call", "Factor", "Latent", "Symbolic", "describe_latents", "plain_trace", "traced"]
+__all__ = [
+    "Call",
+    "Factor",
+    "Latent",
+    "Symbolic",
+    "describe_latents",
+    "frames_around",
+    "full_size",
+    "plain_trace",
+    "plates_around",
+    "traced",
+    "without_false_alarms",
+]
 
 Model = Callable[..., Any]
 DIAGONAL = "its posterior is to be diagonal, and its messages are sampled"
@@ -298,9 +311,7 @@ def plain_trace(
     """
     seen = _Prior(values, chosen, one_state=one_state)
     try:
-        with poutine.block(), seen, warnings.catch_warnings():
-            # torch's Wishart says so of proper draws, and draws again
-            warnings.filterwarnings("ignore", "Singular sample detected", UserWarning)
+        with poutine.block(), seen, without_false_alarms():
             trace = traced(model, args, kwargs)
             trace.given, trace.changed = frozenset(seen.given), seen.changed
             return trace
@@ -334,6 +345,29 @@ def plate_frames(trace: poutine.Trace) -> Iterator[Any]:
             yield from site["cond_indep_stack"]
 
 
+def frames_around(site: Any) -> list[Any]:
+    """The plates around a site that are dims of it."""
+    return [f for f in site["cond_indep_stack"] if f.vectorized]
+
+
+def plates_around(site: Any) -> frozenset[str]:
+    """Their names."""
+    return frozenset(f.name for f in frames_around(site))
+
+
+def full_size(frame: Any) -> int:
+    """How many elements a plate stands for."""
+    return int(frame.size if frame.full_size is None else frame.full_size)
+
+
+@contextmanager
+def without_false_alarms() -> Iterator[None]:
+    """Without what torch's Wishart says of proper draws: that it draws again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Singular sample detected", UserWarning)
+        yield
+
+
 def describe_latents(trace: poutine.Trace) -> tuple[dict[str, Latent], int]:
     """The latents of an ordinary run, and the number of dims that plates (or batches) occupy."""
     sites = [s for s in trace.nodes.values() if is_factor_site(s)]
@@ -355,11 +389,7 @@ def _describe(site: Any, nesting: int) -> Latent:
         )
     family = GAUSSIAN if isinstance(fn, Unconstrained) else family_of(fn)
     wanted = _wanted_posterior(site, family)
-    plates = tuple(
-        (f.name, f.dim, f.size, f.full_size if f.full_size is not None else f.size)
-        for f in site["cond_indep_stack"]
-        if f.vectorized
-    )
+    plates = tuple((f.name, f.dim, f.size, full_size(f)) for f in frames_around(site))
     batch, event_dim = tuple(fn.batch_shape), fn.event_dim
     if getattr(fn, "has_enumerate_support", False):
         support = _finite_support(name, fn)
