@@ -42,6 +42,13 @@ def mixture(x):
         pyro.sample("x", dist.Normal(z, 0.5).to_event(1), obs=x)
 
 
+def codes(x):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(x)):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+
 def guide_of(model, recognise, hide=("z",), keep=(), **options):
     own = AutoCVI(poutine.block(model, hide=list(hide)), **options)
     guide = HybridGuide(model)
@@ -180,15 +187,9 @@ def test_sequences_have_the_posterior_of_a_smoother():
 def test_with_exact_potentials_the_fit_is_the_exact_posterior():
     """z_n ~ N(mu, 1), x_n ~ N(z_n, 1): mu has precision 1 + N / 2, where q(z) is free of mu's noise."""
 
-    def model(x):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", len(x)):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
     x = torch.randn(40) + 1.5
-    guide, own, _ = guide_of(model, lambda x: {"z": dist.Normal(x, torch.ones(len(x)))})
-    cvi = CVI(model, guide, seed=2)
+    guide, own, _ = guide_of(codes, lambda x: {"z": dist.Normal(x, torch.ones(len(x)))})
+    cvi = CVI(codes, guide, seed=2)
     means = []
     for i in range(250):
         cvi.step(x)
@@ -438,12 +439,6 @@ def test_a_chain_of_discrete_sites_is_refused():
 def test_a_network_learns_what_the_closed_form_says():
     """With a linear encoder and z_n ~ N(mu, 1), x_n ~ N(z_n, 1) the best potential is N(x_n, 1)."""
 
-    def model(x):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", len(x)):
-            z = pyro.sample("z", dist.Normal(mu, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
     net = nn.Linear(1, 1)
     log_scale = torch.tensor(0.7)
 
@@ -453,8 +448,8 @@ def test_a_network_learns_what_the_closed_form_says():
         return {"z": dist.Normal(net(x.unsqueeze(-1)).squeeze(-1), scale.expand(len(x)))}
 
     x = 1.4 * torch.randn(60) + 1.0
-    guide, _, _ = guide_of(model, recognise)
-    cvi = CVI(model, guide, optim=pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.99}), seed=6)
+    guide, _, _ = guide_of(codes, recognise)
+    cvi = CVI(codes, guide, optim=pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.99}), seed=6)
     for _ in range(300):
         cvi.step(x)
     assert float(net.weight.detach()) == pytest.approx(1.0, abs=0.1)
