@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -309,6 +309,12 @@ def follow(
         curve.scores.append(score())
         print(f"{name}: {clock:.1f} s, {curve.scores[-1]:.4f}", flush=True)
     return curve
+
+
+def shuffled(rows: int, batch: int) -> Iterator[Tensor]:
+    """Minibatches of indices without end, mixed anew in each pass."""
+    while True:
+        yield from torch.randperm(rows).split(batch)
 
 
 def nuts(

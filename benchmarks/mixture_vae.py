@@ -18,13 +18,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from _common import RESULTS, Curve, Row, arguments, arrays, machine, report, run, warm_up
+from _common import (
+    RESULTS,
+    Curve,
+    Row,
+    arguments,
+    arrays,
+    follow,
+    machine,
+    report,
+    run,
+    shuffled,
+    warm_up,
+)
 from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from torch import Tensor, nn
@@ -128,37 +140,28 @@ def with_adam(nets: Nets) -> tuple[Callable[[Tensor], float], Callable[[], Mixtu
     return svi.step, points
 
 
-def batches(x: Tensor) -> Iterator[Tensor]:
-    while True:
-        for rows in torch.randperm(len(x)).split(BATCH):
-            yield x[rows]
-
-
-def follow_both(
+def watched(
     name: str, make: Callable[[Nets], tuple[Callable[[Tensor], float], Callable[[], Mixture]]],
     x: Tensor, test: Tensor, labels: Tensor, cap: float,
-) -> tuple[Curve, list[float], Nets, Mixture]:  # fmt: skip
-    """Scores against time, the accuracies beside them, and what was learnt."""
+) -> tuple[Curve, float, Nets, Mixture]:  # fmt: skip
+    """Scores against time, the accuracy at the end, and what was learnt."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    nets = Nets(x.shape[1], len(x))
-    curve, accuracy, loader = Curve(name), [], batches(x)
-    clock = time.perf_counter()
-    step, mixture = make(nets)
-    spent, due = time.perf_counter() - clock, 2.0
-    while spent < cap:
-        clock = time.perf_counter()
-        while spent + time.perf_counter() - clock < min(due, cap):
-            step(next(loader))
-            curve.work += 1
-        spent += time.perf_counter() - clock
-        due = 1.3 * spent
-        found = nets.score(test, labels, mixture())
-        curve.seconds.append(spent)
-        curve.scores.append(found[0])
-        accuracy.append(found[1])
-        print(f"{name}: {spent:.1f} s, {found[0]:.2f} nats, {found[1]:.3f}", flush=True)
-    return curve, accuracy, nets, mixture()
+    nets, accuracy = Nets(x.shape[1], len(x)), [math.nan]
+    start = time.perf_counter()
+    (step, mixture), order = make(nets), shuffled(len(x), BATCH)
+
+    def advance() -> int:
+        step(x[next(order)])
+        return 1
+
+    def elbo() -> float:
+        found, share = nets.score(test, labels, mixture())
+        accuracy.append(share)
+        return found
+
+    curve = follow(name, start, cap, advance, elbo, first=2.0, growth=1.3)
+    return curve, accuracy[-1], nets, mixture()
 
 
 @torch.no_grad()
@@ -192,15 +195,13 @@ def main() -> None:
     rows = []
     found = {}
     for name, make in (("CVI", with_cvi), ("Adam on everything", with_adam)):
-        curve, accuracy, nets, mixture = follow_both(name, make, x, test, labels, cap)
+        curve, accuracy, nets, mixture = watched(name, make, x, test, labels, cap)
         if name == "CVI" and not options.small:
             picture(nets, mixture)
         found[name] = curve
         for t in TIMES:
             rows.append(Row(name, f"test ELBO after {t} s, nats an image", curve.at(t)))
-        rows.append(
-            Row(name, "cluster accuracy at the end", accuracy[-1] if accuracy else math.nan)
-        )
+        rows.append(Row(name, "cluster accuracy at the end", accuracy))
         rows.append(Row(name, "steps a second", curve.work / curve.seconds[-1]))
     for t in TIMES:
         apart = found["CVI"].at(t) - found["Adam on everything"].at(t)

@@ -28,7 +28,18 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from _common import RESULTS, Curve, Row, arguments, machine, report, run, warm_up
+from _common import (
+    RESULTS,
+    Curve,
+    Row,
+    arguments,
+    follow,
+    machine,
+    report,
+    run,
+    shuffled,
+    warm_up,
+)
 from pyro import poutine
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide.initialization import init_to_value
@@ -190,36 +201,27 @@ def score(m: Model, method: Method, x: Tensor, arm: Tensor) -> tuple[float, floa
     return total, float(hits)
 
 
-def follow(
+def watched(
     name: str, make: Callable[[Model], Method], x: Tensor, test: Tensor, arm: Tensor, cap: float
 ) -> tuple[Curve, float, Model, Method]:
     """Scores against time; the purity at the end."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    m = Model(len(x))
-    curve, purity = Curve(name), math.nan
-    clock = time.perf_counter()
-    method = make(m)
-    spent, due = time.perf_counter() - clock, 2.0
-    order = iter(())
-    while spent < cap:
-        clock = time.perf_counter()
-        while spent + time.perf_counter() - clock < min(due, cap):
-            rows = next(order, None)
-            if rows is None:
-                order = iter(torch.randperm(len(x)).split(BATCH))
-                rows = next(order)
-            method.step(x[rows])
-            curve.work += 1
-        spent += time.perf_counter() - clock
-        due = 1.3 * spent
-        found, purity = score(m, method, test, arm)
-        curve.seconds.append(spent)
-        curve.scores.append(found)
-        print(
-            f"{name}: {spent:.1f} s, {curve.work} steps, {found:.3f} nats, {purity:.3f}", flush=True
-        )
-    return curve, purity, m, method
+    m, purity = Model(len(x)), [math.nan]
+    start = time.perf_counter()
+    method, order = make(m), shuffled(len(x), BATCH)
+
+    def advance() -> int:
+        method.step(x[next(order)])
+        return 1
+
+    def elbo() -> float:
+        found, share = score(m, method, test, arm)
+        purity.append(share)
+        return found
+
+    curve = follow(name, start, cap, advance, elbo, first=2.0, growth=1.3)
+    return curve, purity[-1], m, method
 
 
 def picture(found: list[tuple[Curve, float, Model, Method]], x: Tensor, arm: Tensor) -> None:
@@ -263,7 +265,7 @@ def main() -> None:
         ("CVI, amortised", lambda m: with_cvi(m, structured=False)),
         ("SVI, amortised", with_svi),
     )
-    found = [follow(name, make, x, test, arm, cap) for name, make in makers]
+    found = [watched(name, make, x, test, arm, cap) for name, make in makers]
     curves = {curve.name: curve for curve, *_ in found}
     rows = []
     for curve, purity, *_ in found:
