@@ -5,13 +5,15 @@ sweeps, the weights minimise |sum_j a_j f_j| subject to sum_j a_j = 1. The mixtu
 proper and its bound is higher than that of the plain sweep. Of several processes, the inner products of
 residuals are summed over blocks that are each one's own, so that all take the same weights.
 
+Rows of a map that do not meet have weights of their own each: `RowMixing`.
+
 Source: H. F. Walker, P. Ni (2011), Anderson acceleration for fixed-point iterations, SIAM J. Numer.
 Anal. 49.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from pyro_cvi.distributed import Shards
 from pyro_cvi.updates import Belief
 
-__all__ = ["Anderson"]
+__all__ = ["Anderson", "RowMixing"]
 
 _MEMORY = 7
 _LARGEST = 1 << 20
@@ -28,6 +30,10 @@ _CREEPING = 0.05
 """A sweep that gains less than this share of the one before it converges fast enough by itself."""
 _RIDGE = 1e-10
 """Relative ridge of the least squares: residuals of a converged run are nearly parallel."""
+
+
+_ROW_MEMORY, _ROW_RIDGE = 3, 1e-10
+"""The same for rows, which are solved by themselves."""
 
 
 class Anderson:
@@ -128,3 +134,50 @@ def _residual(
     """T(x) - x in coordinates in which the present beliefs' Fisher metric is roughly the identity."""
     parts = [p for n, b in scale.items() for p in b.standardised(x[n], y[n])]
     return torch.cat([p.reshape(-1).double() for p in parts])
+
+
+class RowMixing:
+    """Anderson mixing of a map of many rows that do not meet: x' = sum_j a_j T(x_j) for each by itself.
+
+    A row's weights are those of its own residuals, so that a few slow rows need not hold up the rest. A
+    row whose residual has grown begins anew. Tensors have the rows as their first axes.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._ends: list[Tensor] = []
+        self._residuals: list[Tensor] = []
+
+    def mixed(self, ends: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
+        """Where to go on after a round that has ended in `ends`.
+
+        `residuals` are its lengths, in coordinates in which all count alike.
+        """
+        end, residual = self._flat(ends), self._flat(residuals).double()
+        if self._ends:
+            grown = residual.square().sum(-1) > self._residuals[-1].square().sum(-1)
+            for old, far in zip(
+                self._ends, self._residuals, strict=True
+            ):  # of no weight after this
+                old[grown], far[grown] = end[grown], residual[grown]
+        self._ends.append(end.clone())
+        self._residuals.append(residual)
+        del self._ends[: -_ROW_MEMORY - 1], self._residuals[: -_ROW_MEMORY - 1]
+        if len(self._ends) == 1:
+            return list(ends)
+        steps = torch.stack([r - residual for r in self._residuals[:-1]], 1)
+        gram = steps @ steps.mT
+        size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+        ridge = _ROW_RIDGE * size + torch.finfo(size.dtype).tiny
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        weights = -torch.linalg.solve(
+            gram + ridge[:, None, None] * eye, steps @ residual[..., None]
+        )
+        moves = torch.stack([e - end for e in self._ends[:-1]], 1)
+        found = end + (weights.to(moves.dtype) * moves).sum(1)
+        found = torch.where(found.isfinite().all(-1, keepdim=True), found, end)
+        parts = found.split([t.numel() // self._rows for t in ends], -1)
+        return [p.reshape(t.shape) for p, t in zip(parts, ends, strict=True)]
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.reshape(self._rows, -1) for t in tensors], -1)

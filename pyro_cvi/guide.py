@@ -21,7 +21,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import log_jacobian
 from pyro_cvi.graph.blocks import Form
 from pyro_cvi.graph.chain import Chain
-from pyro_cvi.graph.initial import initial_belief, located_points
+from pyro_cvi.graph.initial import located_points
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.process import Process
@@ -291,7 +291,7 @@ class AutoCVI(AutoGuide):
             if not fitting:
                 raise _other_data(block)
             names = _buffer_names(block)
-            fresh = initial_belief(new.plan, block, self._start).tensors
+            fresh = new.start(block, self._start).tensors
             kept = dict(zip(names, fresh, strict=True))
             if isinstance(block.form, Process) and _same_shape(
                 self._buffers.get(names[0]), fresh[0]
@@ -344,7 +344,7 @@ class AutoCVI(AutoGuide):
         """The tensors of all blocks at the start."""
         buffers: dict[str, Tensor] = {}
         for block in new.plan.blocks:
-            tensors = initial_belief(new.plan, block, self._start).tensors
+            tensors = new.start(block, self._start).tensors
             if block.placement is not None:
                 tensors = block.placement.spread(tensors)
                 if block.moves:
@@ -527,9 +527,10 @@ class AutoCVI(AutoGuide):
             return as_belief(block, kept)
         here = self._buffers[_seen_name(block)][_elements(block, window)]
         if not bool(here.all()):
-            latents = self.plan.latents
+            prepared = self._need("its posterior")
+            latents = prepared.plan.latents
             start = {s: x for s, x in self._start.items() if x.shape == latents[s].value.shape}
-            new = initial_belief(self.plan, block, start).tensors
+            new = prepared.start(block, start).tensors
             new = tuple(n.to(k.dtype) for n, k in zip(new, kept, strict=True))
             kept = place.fresh(new, kept, here)
         return as_belief(block, kept)
@@ -893,7 +894,7 @@ def _without_model(prepared: Prepared) -> Prepared:
     """Blocks and latents without factors, priors and trace; no model matches its fingerprint."""
     plan = prepared.plan
     latents = {
-        n: replace(latent, prior=None, value=latent.value.detach())
+        n: replace(latent, prior=None, own_support=None, value=latent.value.detach())
         for n, latent in plan.latents.items()
     }
     plan = replace(plan, latents=latents, factors=(), structure=plan.structure.fresh())
@@ -905,4 +906,5 @@ def _without_model(prepared: Prepared) -> Prepared:
         fingerprint=(),
         trace=poutine.Trace(),
         parameters={},
+        call=None,
     )

@@ -64,8 +64,7 @@ def marginal(latent: Latent, block: Block, belief: Belief) -> Any:
         if latent.transform is None:
             return law
         result = Transformed(law, [latent.transform])
-        if latent.prior is not None:
-            result.own_support = latent.prior.constrained.support
+        result.own_support = latent.own_support
         return result
     assert isinstance(belief, FamilyBelief)
     if block.is_chain:

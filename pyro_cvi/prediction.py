@@ -26,7 +26,6 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import peel
 from pyro_cvi.graph.check import factor_values
 from pyro_cvi.graph.evaluator import Evaluator
-from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, first_run, prepare
 from pyro_cvi.graph.sampling import Sampler, Sampling
@@ -261,7 +260,7 @@ def _local_evidence(prepared: Prepared, plate: str) -> Tensor:
     """L(x; theta) of every row, its local latents integrated out."""
     plan = prepared.plan
     _check_averaged(plan)
-    beliefs = {b.name: initial_belief(plan, b) for b in plan.blocks}
+    beliefs = {b.name: prepared.start(b) for b in plan.blocks}
     evaluator = Evaluator(plan, beliefs)
     settle(evaluator)
     part = prepared.parts[plate]

@@ -18,7 +18,7 @@ H. Bendekgey et al. (2023), arXiv 2306.08230, for the derivative.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_cvi.acceleration import RowMixing
 from pyro_cvi.errors import CVIError, check_names, message
+from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN
 from pyro_cvi.graph.evaluator import Evaluator, Leaves, moments_of
-from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.plan import Block, Plan
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.symbolic import (
@@ -55,7 +56,7 @@ __all__ = ["OnePlate", "Recognition", "rows_of"]
 _ROUNDS, _SETTLED = 50, 1e-6
 """Rounds over several local blocks, and nats per scalar below which they have settled."""
 _TERMS, _NEGLIGIBLE = 50, 1e-4
-"""Terms of the series for (1 - dT/dq)^-1, and the relative size below which they are left out."""
+"""Rounds for (1 - dT/dq)^-1, and the relative change below which they end."""
 _SIZES = 16
 """Shapes of the latent sites (minibatches, lengths of sequences) whose analyses are remembered."""
 
@@ -214,17 +215,20 @@ class Recognition:
         plan = prepared.plan
         blocks = [b for b in plan.blocks if b.placement is not None]
         _check_blocks(plan, blocks, frozenset(potentials))
-        beliefs = {b.name: initial_belief(plan, b) for b in plan.blocks}
+        beliefs = {b.name: _start(prepared, b, potentials) for b in blocks}
         shared = [b for b in plan.blocks if b.placement is None]
-        leaves = self._shared(shared, beliefs)
+        leaves = self._shared(prepared, shared, beliefs)
         settled = _settled(plan, beliefs)
         fixed = _Fixed(plan, blocks, settled, leaves)
         return _Found(plan, blocks, fixed.beliefs())
 
-    def _shared(self, blocks: Sequence[Block], beliefs: dict[str, Belief]) -> Leaves:
+    def _shared(
+        self, prepared: Prepared, blocks: Sequence[Block], beliefs: dict[str, Belief]
+    ) -> Leaves:
         """Put the posterior of `own` into `beliefs`; its mean parameters, laid out as these blocks."""
         self.shared = {}
         if self.own.prepared is None:  # the first draw of all: the prior serves
+            beliefs |= {b.name: prepared.start(b) for b in blocks}
             return {b.name: beliefs[b.name].leaves() for b in blocks}
         found: Leaves = {}
         for b in blocks:
@@ -445,11 +449,75 @@ def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) ->
             )
 
 
+def _start(prepared: Prepared, block: Block, potentials: Potentials) -> Belief:
+    """Gaussian sites start at their potentials, all others where a fit starts."""
+    laws = [potentials.get(s) for s in block.sites]
+    moved = [s for s in block.sites if prepared.plan.latents[s].transform is not None]
+    if block.layout is None or moved or any(x is None for x in laws):
+        return prepared.start(block)
+    layout, loc = block.layout, None
+    for site, law in zip(block.sites, laws, strict=True):
+        assert law is not None
+        mean, variance = (x.detach().reshape(-1) for x in (law.mean, law.variance))
+        if loc is None:
+            loc = mean.new_zeros(layout.count, layout.width)
+            precision = torch.ones_like(loc)
+        where = (layout.element[site], layout.position[site])
+        loc[where], precision[where] = mean.to(loc.dtype), 1 / variance.to(loc.dtype)
+    assert loc is not None
+    return GaussianBelief(loc, torch.diag_embed(precision))
+
+
 def _settled(plan: Plan, beliefs: dict[str, Belief]) -> dict[str, Belief]:
-    """The local blocks at their optimum given the others."""
+    """The local blocks at their optimum given the others; states first, for they start anywhere."""
     evaluator, sweeper = Evaluator(plan, beliefs), Sweeper("stochastic", 1.0, 0.7)
-    sweeper.settle(evaluator, rounds=_ROUNDS, settled=_SETTLED)
+    first, *others = local = [b for b in plan.blocks if b.placement is not None]
+    for b in (*reversed(others), *local):  # an ordinary round, with its checks
+        sweeper.deterministic(evaluator, b)
+    if not others:
+        return evaluator.beliefs
+    mixing = RowMixing(_rows(evaluator.beliefs, others))
+    for _ in range(_ROUNDS):
+        before = [evaluator.beliefs[b.name] for b in others]
+        for b in local:
+            evaluator.set(b.name, evaluator.beliefs[b.name].moved(evaluator.message(b), 1.0)[0])
+        after = [evaluator.beliefs[b.name] for b in others]
+        moved = [float(x.kl(y)) for x, y in zip(before, after, strict=True)]
+        if sum(moved) < _SETTLED * sum(b.size for b in others):
+            break
+        residuals = [t for x, y in zip(before, after, strict=True) for t in _residuals(x, y)]
+        tensors = mixing.mixed([t for y in after for t in y.tensors], residuals)
+        for b, y in zip(others, after, strict=True):
+            mine, tensors = tensors[: len(y.tensors)], tensors[len(y.tensors) :]
+            mixed = y.like(mine)
+            if mixed is not None:
+                evaluator.set(b.name, mixed)
     return evaluator.beliefs
+
+
+def _rows(beliefs: Mapping[str, Belief], blocks: Sequence[Block]) -> int:
+    """How many rows the tensors of blocks have in common; 1 where it cannot be told."""
+    counts = set()
+    for b in blocks:
+        assert b.placement is not None
+        rows = math.prod(p.size for p in b.placement.parts)
+        sizes = [math.prod(t.shape[: t.ndim - n]) for t, n in _with_event_dims(beliefs[b.name])]
+        cells = 1 if b.layout is None else b.layout.count // max(rows, 1)
+        counts.add(rows if all(n == rows * cells for n in sizes) else 1)
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def _with_event_dims(belief: Belief) -> Iterator[tuple[Tensor, int]]:
+    family = belief.family if isinstance(belief, FamilyBelief) else GAUSSIAN
+    yield from zip(belief.tensors, family.event_dims, strict=True)
+
+
+def _residuals(x: Belief, y: Belief) -> tuple[Tensor, ...]:
+    """y - x, in coordinates in which nats count: of states by the roots of their probabilities."""
+    if isinstance(y, FamilyBelief) and y.family in (CATEGORICAL, MARKOV_CHAIN):
+        pairs = zip(x.tensors, y.tensors, y.mean, strict=True)
+        return tuple((b - a) * p.sqrt() for a, b, p in pairs)
+    return y.standardised(x, y)
 
 
 class _Fixed:
@@ -498,29 +566,33 @@ class _Fixed:
         return self._beliefs(joined, self._last)
 
     def _solve(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """(1 - dT/dq)^-T g, by its series for what g differs by from the one before.
+        """u = (1 - dT/dq)^-T g, the fixed point of u = g + dT/dq^T u.
 
-        A step asks twice, before and after the shared posterior has moved a little.
+        A step asks twice, before and after the shared posterior has moved a little: the second begins
+        where the first has ended. The first block does not enter its own round.
         """
         given = [or_zeros(g, t) for g, t in zip(grads, self.after, strict=True)]
         if len(self.blocks) == 1:  # nothing that its own state enters
             return tuple(given)
-        size = _norm(given)
-        term, total = given, given
+        size, total, first = _norm(given), given, self._counts[0]
         if self._solved is not None:
-            term = [g - h for g, h in zip(given, self._solved[0], strict=True)]
-            total = [a + d for a, d in zip(self._solved[1], term, strict=True)]
+            known = zip(self._solved[1], given, self._solved[0], strict=True)
+            total = [u + g - h for u, g, h in known]
         live = [i for i, t in enumerate(self.after) if t.requires_grad]
+        mixing = RowMixing(_rows(self._last, self.blocks[1:]))
         for _ in range(_TERMS):
             with torch.enable_grad():
                 moved = torch.autograd.grad(
-                    [self.after[i] for i in live], self.before, [term[i] for i in live],
+                    [self.after[i] for i in live], self.before[first:], [total[i] for i in live],
                     retain_graph=True, allow_unused=True,
                 )  # fmt: skip
-            term = [or_zeros(m, t) for m, t in zip(moved, self.before, strict=True)]
-            total = [a + b for a, b in zip(total, term, strict=True)]
-            if not _norm(term) > _NEGLIGIBLE * size:
+            pairs = zip(moved, given[first:], strict=True)
+            end = [g if m is None else g + m for m, g in pairs]
+            change = [a - b for a, b in zip(end, total[first:], strict=True)]
+            if not _norm(change) > _NEGLIGIBLE * size:
+                total = [*given[:first], *end]
                 break
+            total = [*given[:first], *mixing.mixed(end, change)]
         self._solved = given, total
         return tuple(total)
 

@@ -68,7 +68,7 @@ def _usual(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief:
     latent = plan.latents[block.sites[0]]
     if latent.enum_dim is not None:
         assert latent.support is not None
-        dtype = latent.prior.log_prob(latent.value).dtype
+        dtype = latent.dtype or torch.get_default_dtype()
         shape = (*latent.batch_shape, latent.support.shape[0])
         if block.is_chain:
             return _chain(block, shape, dtype, latent.support.device)
@@ -252,7 +252,7 @@ def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
     if latent.support is not None:
         values = latent.support.reshape(len(latent.support), -1)
         same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
-        same = same.to(latent.prior.log_prob(latent.value).dtype)
+        same = same.to(latent.dtype)
         return ((0.9 * same + 0.1 / len(values)).log(),)
     laws = {
         GAMMA: lambda: dist.Gamma(n, n / point),

@@ -21,7 +21,7 @@ from pyro_cvi.algebra.expression import site_expression
 from pyro_cvi.algebra.latent import LatentTensor, expression_of
 from pyro_cvi.densities import log_density
 from pyro_cvi.errors import CVIError, message
-from pyro_cvi.families import Unconstrained
+from pyro_cvi.families import Unconstrained, log_jacobian
 from pyro_cvi.graph.check import opaque_sites
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import initial_beliefs
@@ -137,7 +137,8 @@ def jacobian_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
         if not isinstance(missing, Tensor) and missing == 0:
             continue
         u = _symbol(latent)
-        e = expression_of(latent.prior.jacobian(u, latent.transform(u)))
+        x = latent.transform(u)
+        e = expression_of(log_jacobian(latent.transform, u, x, latent.event_dim))
         if opaque_sites(e):
             raise CVIError(
                 message(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pyro
@@ -11,6 +12,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_cvi.densities import sites_inside
 from pyro_cvi.errors import CVIError, ModelError, message
 from pyro_cvi.families import BETA, DIRICHLET
 from pyro_cvi.graph.check import (
@@ -28,8 +30,9 @@ from pyro_cvi.graph.discrete import (
     shares_dims,
     with_dims,
 )
+from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.pins import jacobian_factors, pin_factors
-from pyro_cvi.graph.plan import Plan, make_plan
+from pyro_cvi.graph.plan import Block, Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Call,
     Latent,
@@ -40,6 +43,7 @@ from pyro_cvi.graph.symbolic import (
     is_factor_site,
     plain_trace,
     plate_frames,
+    signature,
     subsample_values,
 )
 from pyro_cvi.graph.validation import (
@@ -50,6 +54,7 @@ from pyro_cvi.graph.validation import (
     check_windows,
 )
 from pyro_cvi.graph.windows import Part, Window, whole_latent
+from pyro_cvi.updates import Belief
 
 __all__ = ["Prepared", "first_run", "is_stream", "prepare"]
 
@@ -72,6 +77,10 @@ class Prepared:
     `parts` are the plates that hold some of their elements, `window` the elements; `given` names the
     plates whose indices came with the model. `age` counts the analyses of a subsampled model; `sizes`
     are those of all plates. `lost` are the factors that failed the self-check, with the reason.
+
+    `key` says what a symbolic run must have in common with this one for its latents to be the same; None
+    where that cannot be told. Of latents whose prior depends on others, it is not known after such a
+    run: `start` finds it out.
     """
 
     plan: Plan
@@ -88,6 +97,27 @@ class Prepared:
     age: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
+    key: tuple[Any, ...] | None = None
+    call: Call | None = None
+
+    def start(self, block: Block, located: Mapping[str, Tensor] | None = None) -> Belief:
+        """Where the posterior of a block starts; what is said of states asks for no priors."""
+        plan = self.plan if block.is_discrete else self._with_priors
+        return initial_belief(plan, block, located)
+
+    @cached_property
+    def _with_priors(self) -> Plan:
+        """The plan with the priors of all latents."""
+        latents = self.plan.latents
+        if self.call is None or all(x.prior is not None for x in latents.values()):
+            return self.plan
+        call = self.call
+        trace = first_run(call.model, call.args, call.kwargs, call.subsample)
+        found, _ = describe_latents(trace)
+        fresh = {
+            n: replace(x, prior=found[n].prior, value=found[n].value) for n, x in latents.items()
+        }
+        return replace(self.plan, latents=fresh)
 
     @property
     def has_local(self) -> bool:
@@ -132,6 +162,13 @@ def prepare(
     sites the model is given draws of: others at each analysis, and perhaps with a gradient. Of plates
     that are `spread` other processes have other elements.
     """
+    checks = previous is None or _is_power_of_two(previous.age + 1)
+    if previous is not None and not checks and _is_analysed_often(previous, beside):
+        like = _prepared_like(
+            previous, model, args, kwargs, max_dense_dim, chosen, chunk, beside, spread
+        )
+        if like is not None:
+            return like
     trace = first_run(model, args, kwargs, chosen)
     latents, nesting = describe_latents(trace)
     if not latents:
@@ -156,21 +193,24 @@ def prepare(
     names = [n for n, s in trace.nodes.items() if is_factor_site(s)]
     call = with_dims(call, names, None if previous is None else previous.depends)
     latents = dict(call.latents)
-    again = previous is not None and (bool(parts) or beside is not None or previous.plan.learns)
+    again = previous is not None and (bool(parts) or _is_analysed_often(previous, beside))
     age = previous.age + 1 if again and previous is not None else 0
-    if age & (age - 1) == 0:
-        unchecked = _run(call)
+    unchecked, is_read = _run(call)
+    if age == 0 or _is_power_of_two(age):
         symbolic, point = _verified(call, unchecked)
         lost: Mapping[str, str] = _made_opaque(unchecked, symbolic)
     else:  # a minibatch, or parameters, like those before: they were checked
         assert previous is not None
         lost = previous.lost
-        symbolic, point = _lose(_run(call), lost), {n: x.value for n, x in latents.items()}
+        symbolic, point = _lose(unchecked, lost), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
     plan = _planned(symbolic, trace, max_dense_dim, around, old, beside is not None, bool(spread))
     check_local_data(plan, parts)
     learnt = {**_parameters(trace), **(beside or {})}
-    found = (learnt, parts, window, trace.given, call.depends, age, _sizes(trace), lost)
+    found = (
+        learnt, parts, window, trace.given, call.depends, age, _sizes(trace), lost,
+        signature(unchecked.trace, latents) if is_read else None, call,
+    )  # fmt: skip
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return Prepared(plan, nesting, indices, {}, (), trace, *found)
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
@@ -187,6 +227,71 @@ def prepare(
     )
 
 
+def _is_analysed_often(previous: Prepared, beside: Mapping[str, Tensor] | None) -> bool:
+    """Whether a model is analysed at each step: of minibatches, parameters, draws of other guides."""
+    return bool(previous.parts) or beside is not None or previous.plan.learns
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _prepared_like(
+    previous: Prepared,
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_dense_dim: int,
+    chosen: Window | None,
+    chunk: Mapping[str, tuple[int, Tensor]] | None,
+    beside: Mapping[str, Tensor] | None,
+    spread: frozenset[str],
+) -> Prepared | None:
+    """The analysis of a minibatch, or of parameters, like those before, from a symbolic run alone.
+
+    None where its sites are others, or have other shapes, plates or laws: then all is to be found anew.
+    """
+    if previous.key is None:
+        return None
+    latents = {n: replace(x, value=x.value.detach()) for n, x in previous.plan.latents.items()}
+    call = Call(model, args, kwargs, latents, previous.nesting, {}, previous.depends)
+    try:
+        symbolic = call.symbolic(chosen=chosen)
+    except Exception:  # the ordinary run will say what is wrong
+        return None
+    trace = symbolic.trace
+    if signature(trace, latents) != previous.key:
+        return None
+    check_data(trace)
+    latents = {n: replace(x, prior=_prior_of(trace.nodes[n]["fn"], x)) for n, x in latents.items()}
+    symbolic = _lose(replace(symbolic, latents=latents), previous.lost)
+    indices, chunk = subsample_values(trace), chunk or {}
+    parts = _parts(trace, chunk, frozenset(previous.parts))
+    if parts != previous.parts:
+        return None
+    around = {n: _parts_around(x, parts) for n, x in latents.items()}
+    drawn = beside is not None
+    plan = _planned(symbolic, trace, max_dense_dim, around, previous.plan, drawn, bool(spread))
+    check_local_data(plan, parts)
+    return replace(
+        previous,
+        plan=plan,
+        subsample=indices,
+        trace=trace,
+        parameters={**_parameters(trace), **(beside or {})},
+        window={n: chunk[n][1] if n in chunk else indices[n] for n in parts},
+        given=symbolic.given,
+        age=previous.age + 1,
+        call=replace(call, latents=latents, subsample=indices),
+    )
+
+
+def _prior_of(fn: Any, latent: Latent) -> Any:
+    """The prior of a symbolic run, if no other latent enters it."""
+    is_known = tuple(fn.batch_shape) == latent.batch_shape and not sites_inside(fn)
+    return fn if is_known else None
+
+
 def is_stream(
     prepared: Prepared, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
@@ -197,14 +302,15 @@ def is_stream(
     drawn = [p for p in prepared.parts.values() if p.scale != 1 and p.name not in prepared.given]
     if not drawn:
         return False
-    values = {n: prepared.trace.nodes[n]["value"] for n in prepared.plan.latents}
-    before = fingerprint(prepared.trace)
-    for i in range(1, _TRIES + 1):
+    values = {n: x.value for n, x in prepared.plan.latents.items()}
+    seen = None
+    for i in range(1 + _TRIES):
         others = {p.name: (prepared.window[p.name] + i * p.size) % p.full for p in drawn}
         with torch.no_grad(), pyro.validation_enabled(False):
-            trace = plain_trace(model, args, kwargs, values, others)
-            if not _same(before, fingerprint(trace)):
-                return False
+            found = fingerprint(plain_trace(model, args, kwargs, values, others))
+        seen = found if seen is None else seen
+        if not _same(seen, found):
+            return False
     return True
 
 
@@ -358,10 +464,10 @@ def first_run(
         raise ModelError(message(place, said.rstrip("."), expected, remedy)) from error
 
 
-def _run(call: Call) -> Symbolic:
-    """The symbolic run; a model that cannot run on symbols is sampled as a whole."""
+def _run(call: Call) -> tuple[Symbolic, bool]:
+    """The symbolic run; a model that cannot run on symbols (False) is sampled as a whole."""
     try:
-        return call.symbolic()
+        return call.symbolic(), True
     except CVIError:
         raise
     except Exception as error:
@@ -383,9 +489,8 @@ def _run(call: Call) -> Symbolic:
                 )
             ) from again
         reason = f"the model raised {type(error).__name__} on symbolic values"
-        return replace(
-            symbolic, factors=[all_opaque(f, symbolic, reason) for f in symbolic.factors]
-        )
+        factors = [all_opaque(f, symbolic, reason) for f in symbolic.factors]
+        return replace(symbolic, factors=factors), False
 
 
 def _first_line(error: BaseException) -> str:

@@ -56,6 +56,7 @@ __all__ = [
     "full_size",
     "plain_trace",
     "plates_around",
+    "signature",
     "traced",
     "without_false_alarms",
 ]
@@ -73,6 +74,8 @@ class Latent:
     stands for its unconstrained value u: shapes, prior and value are those of u, and x = `transform`(u).
     A site that is `held` keeps its prior for its posterior: `infer={"posterior": "prior"}`. One that is
     `diagonal`, `infer={"posterior": "diagonal"}`, is hidden from the algebra after its own prior.
+    `own_support` is that of x where x = T(u), `dtype` that of a discrete site's log density; `prior` is
+    None where it is not known (see `Prepared.started`).
     """
 
     name: str
@@ -88,6 +91,8 @@ class Latent:
     transform: Any = None
     held: bool = False
     diagonal: bool = False
+    own_support: Any = None
+    dtype: torch.dtype | None = None
 
     def constrained(self, value: Tensor) -> Tensor:
         """The site's value in the model, from the one that its posterior is about."""
@@ -124,13 +129,18 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Symbolic:
-    """What one symbolic run found: latents and factors in program order, and the recorder."""
+    """What one symbolic run found: latents and factors in program order, the recorder, and the trace.
+
+    `given` names the plates whose indices came with the model.
+    """
 
     latents: dict[str, Latent]
     factors: list[Factor]
     order: list[str]
     nesting: int
     recorder: Recorder
+    trace: poutine.Trace
+    given: frozenset[str] = frozenset()
 
 
 class _Prior(Messenger):
@@ -396,16 +406,54 @@ def _describe(site: Any, nesting: int) -> Latent:
         value = value.expand(fn.batch_shape + fn.event_shape)
         ref = SiteRef(name, tuple(value.shape), event_dim, "discrete")
         dim = -1 - nesting  # until it is known which sites may share it
-        return Latent(name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support)
+        dtype = parameter_dtype(fn) or torch.get_default_dtype()
+        return Latent(
+            name, CATEGORICAL, ref, batch, event_dim, fn, value, plates, dim, support, dtype=dtype
+        )
     if family in (None, CATEGORICAL, BERNOULLI) or not value.dtype.is_floating_point:
         raise CVIError(_no_family(name, fn))
     kind = "real" if family is GAUSSIAN else _kind(fn.support)
     ref = SiteRef(name, tuple(value.shape), event_dim, kind)
-    transform = fn.transform if isinstance(fn, Unconstrained) else None
-    return Latent(
-        name, family, ref, batch, event_dim, fn, value, plates, transform=transform,
+    latent = Latent(
+        name, family, ref, batch, event_dim, fn, value, plates,
         held=wanted == "prior", diagonal=wanted == "diagonal",
     )  # fmt: skip
+    if not isinstance(fn, Unconstrained):
+        return latent
+    return replace(latent, transform=fn.transform, own_support=fn.constrained.support)
+
+
+def signature(trace: poutine.Trace, latents: Mapping[str, Latent]) -> tuple[Any, ...] | None:
+    """What latents are described by, as a symbolic run shows it: two runs that share it share them.
+
+    None where a latent is masked: what that leaves of it depends on more.
+    """
+    entries: list[Any] = []
+    for name, site in trace.nodes.items():
+        if not is_factor_site(site):
+            continue
+        fn, value, mask = site["fn"], site["value"], site["mask"]
+        is_latent = name in latents and not site["is_observed"]
+        if is_latent and mask is not None and mask is not True:
+            return None
+        core = peel(fn.constrained if isinstance(fn, Unconstrained) else fn)
+        frames = tuple((f.name, f.dim, f.size, full_size(f)) for f in site["cond_indep_stack"])
+        entries.append((name, is_latent, type(fn), type(core), frames))
+        entries.append((tuple(fn.batch_shape), tuple(fn.event_shape)))
+        if isinstance(value, Tensor):
+            entries.append((tuple(value.shape), value.dtype, value.device))
+        if is_latent:
+            entries.append((site["infer"].get("posterior"), getattr(fn, "transform", None)))
+            entries.append(_values_of(name, fn))
+    return tuple(entries)
+
+
+def _values_of(name: str, fn: Any) -> Any:
+    """The values a site can take, as far as the algebra asks."""
+    if getattr(fn, "has_enumerate_support", False):
+        support = _finite_support(name, fn)
+        return support.dtype, support.cpu().numpy().tobytes()
+    return None if isinstance(fn, Unconstrained) else _kind(fn.support)
 
 
 def _wanted_posterior(site: Any, family: AbstractFamily | None) -> str | None:
@@ -567,18 +615,21 @@ class Call:
         self,
         fixed: Mapping[str, Tensor] | None = None,
         only: frozenset[str] | None = None,
+        chosen: Mapping[str, Tensor] | None = None,
     ) -> Symbolic:
         """Run the model on symbols; `fixed` latents are constants of the run instead.
 
-        With `only` the factors of these names alone are read.
+        With `only` the factors of these names alone are read. `chosen` are indices for plates that would
+        draw theirs.
         """
         recorder = Recorder()
         symbols = _Symbols(self.latents, fixed or {}, recorder)
+        plates = _Prior(self.subsample, chosen)
         with (
             poutine.block(),
             pyro.validation_enabled(False),
             recording(recorder),
-            _Prior(self.subsample),
+            plates,
             symbols,
         ):
             trace = traced(self.model, self.args, self.kwargs)
@@ -596,7 +647,8 @@ class Call:
                         )
                     )
         order = [n for n, s in trace.nodes.items() if is_factor_site(s)]
-        return Symbolic(dict(self.latents), factors, order, self.nesting, recorder)
+        given = frozenset(plates.given)
+        return Symbolic(dict(self.latents), factors, order, self.nesting, recorder, trace, given)
 
 
 def _factor(
