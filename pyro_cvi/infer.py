@@ -965,7 +965,7 @@ class CVI:
             )  # fmt: skip
             grads = [sum_gradients(a, b) for a, b in zip(grads, estimate.parameters, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
-            if g is not None and not bool(g.isfinite().all()):
+            if g is not None and not _is_finite(g):
                 raise CVIError(
                     message(
                         f"parameter '{name}'",
@@ -987,6 +987,11 @@ def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     if not value.requires_grad:
         return [None] * len(leaves)
     return list(torch.autograd.grad(value, list(leaves), retain_graph=True, allow_unused=True))
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all elements are: told by their sum, unless that overflows, in one pass over them."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _is_count(x: Any, least: int) -> bool:

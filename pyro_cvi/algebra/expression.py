@@ -233,10 +233,21 @@ class Term:
         return frozenset(a for o in self.operands for a in o.axes if a > 0)
 
     def relabelled(self, mapping: Mapping[int, int]) -> Term:
-        return Term(
-            self.coefficient,
-            tuple(replace(o, axes=tuple(mapping.get(a, a) for a in o.axes)) for o in self.operands),
-        )
+        return Term(self.coefficient, tuple(_relabelled(o, mapping) for o in self.operands))
+
+
+def _relabelled(o: Operand, mapping: Mapping[int, int]) -> Operand:
+    """The operand with other labels; written out, for this is the inner loop of all rules."""
+    axes = tuple([mapping.get(a, a) for a in o.axes])
+    if axes == o.axes:
+        return o
+    if isinstance(o, Const):
+        return Const(o.tensor, axes)
+    if isinstance(o, Stat):
+        return Stat(o.site, o.statistic, o.index, axes)
+    if isinstance(o, Group):
+        return Group(o.expression, axes)
+    return replace(o, axes=axes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,7 +174,7 @@ class LatentTensor(torch.Tensor):
         if inplace and args and not isinstance(args[0], LatentTensor):  # the rule needs what it was
             before = (plain(args[0]).clone(), *args[1:])
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*plain(args), **plain(kwargs))
+            out = func(*plain(args), **plain(kwargs) if kwargs else kwargs)
         if name in _LEAVES_TORCH:
             _record_read(name, args)
             return out
@@ -217,14 +217,15 @@ def _is_by_ordered_logistic() -> bool:
 
 def plain(x: Any) -> Any:
     """The same structure with every LatentTensor replaced by its plain value."""
-    if isinstance(x, LatentTensor):
+    kind = type(x)
+    if kind is LatentTensor:
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor)
-    if type(x) is tuple:
-        return tuple(plain(v) for v in x)
-    if type(x) is list:
+    if kind is tuple:
+        return tuple([plain(v) for v in x])
+    if kind is list:
         return [plain(v) for v in x]
-    if type(x) is dict:
+    if kind is dict:
         return {k: plain(v) for k, v in x.items()}
     return x
 
@@ -294,7 +295,7 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs = {k: v for k, v in kwargs.items() if k not in named}
     expressions: Any = None
     tensors = (out,) if isinstance(out, Tensor) else tuple(out)
-    inputs = list(latents_in((args, kwargs)))
+    inputs = list(latents_in((*args, kwargs) if kwargs else args))
     unknown = bool(inputs) and all(is_opaque(v._expression) for v in inputs)
     if (
         rule is not None
