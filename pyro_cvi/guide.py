@@ -907,4 +907,5 @@ def _without_model(prepared: Prepared) -> Prepared:
         trace=poutine.Trace(),
         parameters={},
         call=None,
+        priors={},
     )

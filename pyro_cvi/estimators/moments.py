@@ -62,6 +62,9 @@ class Pool:
         self._count += matrix.shape[0]
         return start
 
+    def __len__(self) -> int:
+        return self._count
+
     @property
     def matrix(self) -> Tensor:
         """All rows, (n, d)."""
@@ -87,6 +90,11 @@ class Structure:
     def fresh(self) -> Structure:
         """The same structure with empty pools, for another compilation."""
         return replace(self, pools={})
+
+    @property
+    def pooled(self) -> int:
+        """How many rows all pools have."""
+        return sum(len(p) for p in self.pools.values())
 
     def pool(self, block: str) -> Pool:
         """The pool of a dense block."""

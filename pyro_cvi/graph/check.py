@@ -7,12 +7,10 @@ The same run gives the fingerprint by which a later step knows that model and da
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -20,7 +18,7 @@ from torch import Tensor
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import Expression, opaque, opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
-from pyro_cvi.densities import is_probs, plain_log_prob, unexpanded
+from pyro_cvi.densities import digest, law, plain_log_prob
 from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
 
 __all__ = [
@@ -73,57 +71,13 @@ def fingerprint(trace: poutine.Trace) -> tuple[Any, ...]:
                 (
                     name,
                     site["is_observed"],
-                    law if (law := _law(site["fn"])) else _digest(_factor_value(name, site)),
-                    _digest(data),
-                    _digest(site["scale"]),
-                    _digest(site["mask"]),
+                    known if (known := law(site["fn"])) else digest(_factor_value(name, site)),
+                    digest(data),
+                    digest(site["scale"]),
+                    digest(site["mask"]),
                 )
             )
     return tuple(entries)
-
-
-_PARAMETERS = {
-    dist.Normal: ("loc", "scale"),
-    dist.Gamma: ("concentration", "rate"),
-    dist.Exponential: ("rate",),
-    dist.Dirichlet: ("concentration",),
-    dist.Poisson: ("rate",),
-    dist.Bernoulli: ("_param",),
-    dist.Categorical: ("_param",),
-    dist.MultivariateNormal: ("loc", "_unbroadcasted_scale_tril"),
-    dist.Wishart: ("df", "_unbroadcasted_scale_tril"),
-}
-"""Distributions that are what these attributes say, and nothing else."""
-
-
-def _law(fn: Any) -> tuple[Any, ...] | None:
-    """The class and parameters of a distribution of `_PARAMETERS`, perhaps wrapped, else None."""
-    inner: Any = None
-    if isinstance(fn, torch.distributions.Independent):
-        inner = fn.base_dist, fn.reinterpreted_batch_ndims
-    elif isinstance(fn, dist.ExpandedDistribution):
-        inner = fn.base_dist, tuple(fn.batch_shape)
-    if inner is not None:
-        base = _law(inner[0])
-        return None if base is None else (type(fn).__name__, inner[1], base)
-    names = _PARAMETERS.get(type(fn))
-    if names is None:
-        return None
-    parameters = tuple(_digest(unexpanded(fn.__dict__[n])) for n in names)
-    kind = is_probs(fn) if names == ("_param",) else None
-    return type(fn).__name__, kind, tuple(fn.batch_shape), parameters
-
-
-def _digest(x: Any) -> Any:
-    """Shape, dtype and a checksum of a tensor's bytes; anything else as it is."""
-    if not isinstance(x, Tensor):
-        return repr(x)
-    flat = x.detach().reshape(-1).contiguous().cpu()
-    # One element of a column counts as contiguous, with the stride of the column.
-    if flat.stride(0) != 1:
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    bits = flat.view(torch.uint8) if flat.numel() else flat
-    return tuple(x.shape), x.dtype, zlib.crc32(bits.numpy().tobytes())
 
 
 def checked(

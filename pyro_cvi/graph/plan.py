@@ -178,7 +178,8 @@ def to_dims(p: Tensor, targets: tuple[int, ...]) -> Tensor:
 class CompiledFactor:
     """E_q[log p] of one factor, or of several that differ in their data only.
 
-    `edges` has (factor, site, how) for each factor and each of its sites.
+    `edges` has (factor, site, how) for each factor and each of its sites. Where another plan of the same
+    blocks may use it as it is, `source` is the factor, and whether constants were to have gradients.
     """
 
     name: str
@@ -190,6 +191,7 @@ class CompiledFactor:
     edges: tuple[tuple[str, str, How], ...]
     observed: bool
     plates: frozenset[str] = frozenset()
+    source: tuple[Factor, bool] | None = None
 
     @property
     def sampled(self) -> frozenset[str]:
@@ -442,11 +444,17 @@ def compile_factors(
     structure: Structure,
     *,
     stacked: bool = True,
+    known: Sequence[CompiledFactor] = (),
 ) -> list[CompiledFactor]:
-    """Compile the expectation of every factor; factors that differ in data only become one."""
-    written = [replace(f, expression=in_innovations(f.expression)) for f in symbolic.factors]
-    symbolic = replace(symbolic, factors=written)
+    """Compile the expectation of every factor; factors that differ in data only become one.
+
+    Those that are `known`, from a plan of the same blocks, are used again.
+    """
     learns = _constants_require_grad(symbolic)
+    ready = {id(f.source[0]): f for f in known if f.source is not None and f.source[1] == learns}
+    written = [replace(f, expression=in_innovations(f.expression)) for f in symbolic.factors]
+    sources = {id(w): f for w, f in zip(written, symbolic.factors, strict=True)}
+    symbolic = replace(symbolic, factors=written)
     by_site = {s: b for b in blocks for s in b.sites}
     order = {n: i for i, n in enumerate(symbolic.latents)}
     result = []
@@ -455,12 +463,20 @@ def compile_factors(
         structure = with_blocks_as_sites(structure)
         groups = alike(symbolic.factors, by_site, symbolic.latents, structure)
     for group in groups:
-        one = stack(group, structure)
+        source = sources[id(group[0])] if len(group) == 1 else None
+        if id(source) in ready:
+            result.append(ready[id(source)])
+            continue
+        one, pooled = stack(group, structure), structure.pooled
         expectation = compile_expectation(one.expression, structure, learn_constants=learns)
         if expectation.sampled and len(group) > 1:
             groups += [[f] for f in group]
             continue
-        result.append(_compiled(group, one, expectation, symbolic, by_site, structure, order))
+        compiled = _compiled(group, one, expectation, symbolic, by_site, structure, order)
+        placed = any(by_site[s].placement is not None for _, s, _ in compiled.edges)
+        if source is not None and not (placed or compiled.sampled or structure.pooled != pooled):
+            compiled = replace(compiled, source=(source, learns))
+        result.append(compiled)
     return result
 
 
@@ -579,7 +595,8 @@ def make_plan(
         blocks, viewed = tuple(b for b, _ in again), [v for _, v in again if v is not None]
     structure = _structure(symbolic.latents, blocks, viewed)
     symbolic = _seen(symbolic, viewed)
-    factors = compile_factors(symbolic, blocks, structure)
+    known = () if previous is None or viewed else previous.factors
+    factors = compile_factors(symbolic, blocks, structure, known=known)
     factors += _kept_priors(blocks, viewed)
     sampled = frozenset().union(*(f.blocks for f in factors if f.sampled))
     special = [b for b in blocks if b.form is not None or b.structure == "sliced"]

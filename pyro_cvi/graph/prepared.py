@@ -35,6 +35,7 @@ from pyro_cvi.graph.pins import jacobian_factors, pin_factors
 from pyro_cvi.graph.plan import Block, Plan, make_plan
 from pyro_cvi.graph.symbolic import (
     Call,
+    Known,
     Latent,
     Symbolic,
     describe_latents,
@@ -80,7 +81,7 @@ class Prepared:
 
     `key` says what a symbolic run must have in common with this one for its latents to be the same; None
     where that cannot be told. Of latents whose prior depends on others, it is not known after such a
-    run: `start` finds it out.
+    run: `start` finds it out. `priors` are those that are constant.
     """
 
     plan: Plan
@@ -99,6 +100,7 @@ class Prepared:
     lost: Mapping[str, str] = field(default_factory=dict)
     key: tuple[Any, ...] | None = None
     call: Call | None = None
+    priors: Mapping[str, Known] = field(default_factory=dict)
 
     def start(self, block: Block, located: Mapping[str, Tensor] | None = None) -> Belief:
         """Where the posterior of a block starts; what is said of states asks for no priors."""
@@ -209,7 +211,7 @@ def prepare(
     learnt = {**_parameters(trace), **(beside or {})}
     found = (
         learnt, parts, window, trace.given, call.depends, age, _sizes(trace), lost,
-        signature(unchecked.trace, latents) if is_read else None, call,
+        signature(unchecked.trace, latents) if is_read else None, call, unchecked.priors,
     )  # fmt: skip
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return Prepared(plan, nesting, indices, {}, (), trace, *found)
@@ -256,7 +258,7 @@ def _prepared_like(
     latents = {n: replace(x, value=x.value.detach()) for n, x in previous.plan.latents.items()}
     call = Call(model, args, kwargs, latents, previous.nesting, {}, previous.depends)
     try:
-        symbolic = call.symbolic(chosen=chosen)
+        symbolic = call.symbolic(chosen=chosen, known=previous.priors)
     except Exception:  # the ordinary run will say what is wrong
         return None
     trace = symbolic.trace
@@ -283,6 +285,7 @@ def _prepared_like(
         given=symbolic.given,
         age=previous.age + 1,
         call=replace(call, latents=latents, subsample=indices),
+        priors=symbolic.priors,
     )
 
 

@@ -32,7 +32,7 @@ from pyro_cvi.algebra.latent import (
     plain,
     recording,
 )
-from pyro_cvi.densities import log_density, sites_inside
+from pyro_cvi.densities import constant_law, log_density, sites_inside
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import (
     BERNOULLI,
@@ -127,11 +127,16 @@ class Factor:
     behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
+Known = tuple[tuple[Any, ...], Factor]
+"""The law of a latent, and the factor that it is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Symbolic:
     """What one symbolic run found: latents and factors in program order, the recorder, and the trace.
 
-    `given` names the plates whose indices came with the model.
+    `given` names the plates whose indices came with the model. `priors` are the factors of latents whose
+    law is constant, with that law.
     """
 
     latents: dict[str, Latent]
@@ -141,6 +146,7 @@ class Symbolic:
     recorder: Recorder
     trace: poutine.Trace
     given: frozenset[str] = frozenset()
+    priors: Mapping[str, Known] = field(default_factory=dict)
 
 
 class _Prior(Messenger):
@@ -616,11 +622,12 @@ class Call:
         fixed: Mapping[str, Tensor] | None = None,
         only: frozenset[str] | None = None,
         chosen: Mapping[str, Tensor] | None = None,
+        known: Mapping[str, Known] | None = None,
     ) -> Symbolic:
         """Run the model on symbols; `fixed` latents are constants of the run instead.
 
         With `only` the factors of these names alone are read. `chosen` are indices for plates that would
-        draw theirs.
+        draw theirs. The factors of a latent that are `known` serve again where its law is the same.
         """
         recorder = Recorder()
         symbols = _Symbols(self.latents, fixed or {}, recorder)
@@ -633,22 +640,42 @@ class Call:
             symbols,
         ):
             trace = traced(self.model, self.args, self.kwargs)
-            factors = []
+            factors, priors = [], {}
             for position, (name, site) in enumerate(trace.nodes.items()):
-                if is_factor_site(site) and (only is None or name in only):
-                    factors.append(
-                        _factor(
-                            site,
-                            self.latents,
-                            position,
-                            symbols.forced.get(name, {}),
-                            fixed or {},
-                            None if self.depends is None else self.depends.get(name),
-                        )
-                    )
+                if not is_factor_site(site) or (only is not None and name not in only):
+                    continue
+                forced = symbols.forced.get(name, {})
+                law = None if forced or fixed or site["is_observed"] else _constant_law(site)
+                before = None if known is None else known.get(name)
+                if (
+                    before is not None
+                    and law is not None
+                    and _is_known(before, law, position, site)
+                ):
+                    factor = before[1]
+                else:
+                    depends = None if self.depends is None else self.depends.get(name)
+                    factor = _factor(site, self.latents, position, forced, fixed or {}, depends)
+                if law is not None:
+                    priors[name] = law, factor
+                factors.append(factor)
         order = [n for n, s in trace.nodes.items() if is_factor_site(s)]
         given = frozenset(plates.given)
-        return Symbolic(dict(self.latents), factors, order, self.nesting, recorder, trace, given)
+        latents = dict(self.latents)
+        return Symbolic(latents, factors, order, self.nesting, recorder, trace, given, priors)
+
+
+def _constant_law(site: Any) -> tuple[Any, ...] | None:
+    """The law of a latent whose prior is a constant, and not masked."""
+    unmasked = site["mask"] is None or site["mask"] is True
+    return constant_law(site["fn"]) if unmasked else None
+
+
+def _is_known(before: Known, law: tuple[Any, ...], position: int, site: Any) -> bool:
+    known, factor = before
+    is_number = not isinstance(site["scale"], Tensor) and not isinstance(factor.weight, Tensor)
+    same = is_number and site["scale"] == factor.weight and position == factor.position
+    return same and law == known
 
 
 def _factor(

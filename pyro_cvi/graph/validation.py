@@ -51,7 +51,7 @@ def check_model(model: Callable[..., Any]) -> None:
 
 
 def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> None:
-    """The latents are those of the first call, with the same shapes and families."""
+    """The latents are those of the first call, with the same shapes, families and states."""
     if set(old) != set(new):
         gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
         raise CVIError(
@@ -73,6 +73,20 @@ def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> No
                     "the rows seen first)",
                 )
             )
+        states, before = latent.support, old[name].support
+        if states is not None and before is not None and not _same_states(states, before):
+            raise CVIError(
+                message(
+                    f"latent site '{name}'",
+                    f"{len(states)} states",
+                    f"the {len(before)} states that it had at the first call",
+                    "give it the most states from the first call on, or build a new AutoCVI",
+                )
+            )
+
+
+def _same_states(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
 
 
 def check_windows(plan: Plan, around: Mapping[str, tuple[Part, ...]]) -> None:
@@ -123,6 +137,8 @@ def check_data(trace: poutine.Trace) -> None:
 
 def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
     if not value.dtype.is_floating_point or hasattr(fn, "log_factor"):
+        return
+    if bool(value.sum().isfinite()):  # in one pass; else perhaps the sum is too large
         return
     bad = ~value.isfinite()
     if isinstance(mask, Tensor):
