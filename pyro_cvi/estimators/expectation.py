@@ -669,8 +669,9 @@ def _find_predictors(
     """Replace maximal affine Gaussian parts by canonical predictors; None where that is impossible."""
     if not e.terms:
         return e
-    if _linear_predictor(e, structure) is not None:
-        return _canonical(e, structure, found)
+    affine = _linear_predictor(e, structure)
+    if affine is not None:
+        return _canonical(e, affine, structure, found)
     terms = []
     for t in e.terms:
         if t.contracted:
@@ -726,16 +727,21 @@ def _linear_predictor(e: Expression, structure: Structure) -> Affine | None:
 
 
 def _canonical(
-    e: Expression, structure: Structure, found: list[tuple[Expression, Affine]]
+    e: Expression, whole: Affine, structure: Structure, found: list[tuple[Expression, Affine]]
 ) -> Expression:
-    """The affine part of a function in terms of the predictors found so far: c + known, or c - known."""
+    """The affine part of a function in terms of the predictors found so far: c + known, or c - known.
+
+    `whole` is `e`, compiled.
+    """
     base = Expression(e.shape, 0.0, _without_masks(e.terms))
     for known, _ in found:
         for sign in (1.0, -1.0):
             other = base if sign == 1 else negate(base)
             if known.shape == e.shape and same_expression(known, other):
                 return _shifted(e, known, sign)
-    affine = _linear_predictor(base, structure)
+    pairs = itertools.zip_longest(e.terms, base.terms)
+    is_whole = not e.has_constant and all(a is b for a, b in pairs)
+    affine = whole if is_whole else _linear_predictor(base, structure)
     assert affine is not None
     found.append((base, affine))
     return _shifted(e, base, 1.0)
@@ -757,7 +763,8 @@ def _without_masks(terms: tuple[Term, ...]) -> tuple[Term, ...]:
             else:
                 operands.append(o)
         if coefficient != 0:
-            result.append(Term(coefficient, tuple(operands)))
+            same = len(operands) == len(t.operands)
+            result.append(t if same else Term(coefficient, tuple(operands)))
     return tuple(result) or terms
 
 

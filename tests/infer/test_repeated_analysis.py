@@ -195,7 +195,8 @@ def a_model_that_cannot_run_on_symbols() -> Case:
 CASES = [
     learnt_scale, local_sites_below_others, bounds_that_are_learnt, prior_of_another_family,
     priors_that_change, a_factor_more, batches_of_several_sizes, masked_local_sites,
-    data_that_are_not_finite, states_more, a_latent_that_is_observed_now, a_model_that_cannot_run_on_symbols,
+    data_that_are_not_finite, states_more, a_latent_that_is_observed_now,
+    a_model_that_cannot_run_on_symbols,
 ]  # fmt: skip
 
 
