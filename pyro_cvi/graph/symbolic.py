@@ -21,6 +21,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
+from torch.distributions.transforms import AffineTransform, ComposeTransform, IndependentTransform
 
 from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
 from pyro_cvi.algebra.latent import (
@@ -32,7 +33,7 @@ from pyro_cvi.algebra.latent import (
     plain,
     recording,
 )
-from pyro_cvi.densities import constant_law, log_density, sites_inside
+from pyro_cvi.densities import constant_law, digest, log_density, sites_inside
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import (
     BERNOULLI,
@@ -449,9 +450,23 @@ def signature(trace: poutine.Trace, latents: Mapping[str, Latent]) -> tuple[Any,
         if isinstance(value, Tensor):
             entries.append((tuple(value.shape), value.dtype, value.device))
         if is_latent:
-            entries.append((site["infer"].get("posterior"), getattr(fn, "transform", None)))
+            entries.append(
+                (site["infer"].get("posterior"), _key_of(getattr(fn, "transform", None)))
+            )
             entries.append(_values_of(name, fn))
     return tuple(entries)
+
+
+def _key_of(transform: Any) -> Any:
+    """What a bijection is made of; itself, where that is not known."""
+    if isinstance(transform, IndependentTransform):
+        inner = _key_of(transform.base_transform)
+        return "independent", transform.reinterpreted_batch_ndims, inner
+    if isinstance(transform, ComposeTransform):
+        return "compose", *(_key_of(part) for part in transform.parts)
+    if isinstance(transform, AffineTransform):
+        return "affine", transform.event_dim, digest(transform.loc), digest(transform.scale)
+    return transform
 
 
 def _values_of(name: str, fn: Any) -> Any:
