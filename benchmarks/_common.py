@@ -349,7 +349,11 @@ def is_settled(losses: Sequence[float], relative: float) -> bool:
 
 
 def warm_up() -> None:
-    """What the first use of torch, Pyro and this package costs, paid before any clock runs."""
+    """What the first use of torch, Pyro and this package costs, paid before any clock runs.
+
+    The first optimiser of a process makes torch import its compiler, for a second or two.
+    """
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
     X = torch.randn(20, 3, dtype=torch.float64)
     y = (X[:, 0] > 0).double()
     fit((X, y, torch.ones(3, dtype=torch.float64)), 2)
