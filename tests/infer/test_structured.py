@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Predictive
+from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 
 from pyro_cvi import CVI, AutoCVI, CVIError, CVIWarning, explain
@@ -725,7 +726,7 @@ def test_padding_in_a_chain_is_pinned_to_its_prior(kind, monkeypatch):
 def test_reparameterised_innovations_stay_a_chain(centered):
     y = torch.randn(300)
 
-    @poutine.reparam(config={"x": pyro.infer.reparam.LocScaleReparam(centered)})
+    @poutine.reparam(config={"x": LocScaleReparam(centered)})
     def model(y):
         with pyro.plate("time", 300):
             x = pyro.sample("x", dist.Normal(1.0, 0.3))
