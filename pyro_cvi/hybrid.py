@@ -11,6 +11,7 @@ same bound.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoCallable, AutoGuide, AutoGuideList
+from pyro.poutine import runtime
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -79,6 +81,7 @@ class HybridGuide(AutoGuideList):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all parts: those of others first, and CVI's in the same plates."""
         own, _ = split(self)
+        outside = _plates_outside()
         with OnePlate() as plates:
             with poutine.trace() as handler, OnePlate():  # parts may share a plate
                 _run_others(self, own, args, kwargs)
@@ -96,10 +99,15 @@ class HybridGuide(AutoGuideList):
                             "make a CVI(model, guide) first",
                         )
                     )
+                _check_single(own, outside)
                 given = poutine.condition(self.model, data=known)
                 own = _settled(own, given, around, args, kwargs, plates.seen)
             result.update(own(*args, **kwargs))
         return result
+
+    def append(self, part: Any) -> None:
+        """Add a guide of some of the sites; a function or module that is no autoguide is wrapped."""
+        super().append(part if isinstance(part, AutoGuide) else _Part(self.model, part))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model, which this guide keeps: Pyro's own method takes it away from both."""
@@ -115,6 +123,72 @@ class HybridGuide(AutoGuideList):
         """Have this model, if there is none: it does not travel in a pickle."""
         if self.model is None:
             self._model = (model,)
+
+
+class _Part(AutoCallable):
+    """A function or module as a part, which can be pickled if it can: Pyro's own holds a lambda."""
+
+    def __init__(self, model: Any, guide: Callable[..., Any]) -> None:
+        super().__init__(model, guide, _no_median)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, as Pyro's, and without what Pyro's store ties to parameters."""
+        if not isinstance(self._guide, torch.nn.Module):
+            _check_pickled(self._guide)
+        for p in self.parameters():
+            p.__dict__.pop("unconstrained", None)  # a weak reference, made anew by each pyro.param
+        return self._state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
+        """A function is shared by copies, and need not be one that can be pickled."""
+        new: _Part = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self._state(), memo))
+        return new
+
+    def _state(self) -> dict[str, Any]:
+        return {**self.__dict__, "_model": None, "master": None}
+
+
+def _no_median(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """A function has none that is known."""
+    return {}
+
+
+def _check_pickled(function: Callable[..., Any]) -> None:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as e:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise CVIError(
+            message(
+                "HybridGuide",
+                f"a part that cannot be pickled, '{name}' ({e})",
+                "a function at the top level of a module, or a torch.nn.Module",
+                "move it there, or save the fit by CVI.save, or the guide's state_dict()",
+            )
+        ) from e
+
+
+def _plates_outside() -> frozenset[str]:
+    """The plates that are open around a call, with a dim of their own."""
+    plates = (h for h in runtime._PYRO_STACK if isinstance(h, pyro.plate) and h.dim is not None)
+    return frozenset(p.name for p in plates)
+
+
+def _check_single(own: AutoCVI, outside: frozenset[str]) -> None:
+    """Sites of rows have an optimum for each draw of the others: one draw in a call."""
+    known = {n for x in own.plan.latents.values() for n, *_ in x.plates}
+    if outside - known:
+        raise CVIError(
+            message(
+                "HybridGuide",
+                f"a call inside of plate '{min(outside - known)}', for many draws at once, where sites "
+                "of AutoCVI in the plates of other guides are fitted to each draw",
+                "one draw in each call",
+                "Predictive(model, guide=guide, num_samples=..., parallel=False)",
+            )
+        )
 
 
 def split(guide: Any) -> tuple[AutoCVI, AutoGuideList | None]:

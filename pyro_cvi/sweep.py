@@ -3,7 +3,8 @@
 - Exact messages: rho = 1, the block's optimum given the rest.
 - Quadrature: rho = 1, halved until the ELBO rises by KL(q || q') / rho, as a mirror step must.
 - Sampled: Robbins-Monro steps, undone where they clearly lose; of one size, and averaged, as soon as
-  they come no nearer to the optimum (`Averaging`).
+  they come no nearer to the optimum (`Averaging`). On minibatches, at most rho_t as below after two
+  passes.
 - Minibatches: the local blocks take their steps first; then the others take a full step with messages
   of all rows (`SiteMessages`), or one of rho_t = (t + delay)^-forget with this batch's alone. Exact
   messages are kept by batch from the first batch on. Those by quadrature serve once every row has been
@@ -77,6 +78,8 @@ _FIRST, _WARM, _SHARES = 0.1, 20, 16
 """Step t of diagonal posteriors that infer asks for has the size 0.1 (1 + t / 20)^-0.7 with 16 batches
 in a pass. The noise of a message grows with their number: with p times as many, steps are p times
 smaller and fall p times later; with fewer they only fall later, as correlated scalars take long."""
+_EARLY = 2
+"""Passes after which sampled steps on minibatches follow the stochastic rule, if they are longer."""
 _WIDE = 64
 """Scalars of a sampled Gaussian block beyond which the number of draws does not follow by itself."""
 _LOCAL_CLIMB = 25
@@ -250,7 +253,7 @@ class Sweeper:
         if noisy and plan.drawn:
             self._drawn(evaluator, prepared, sampler(), noisy, fresh)
         elif noisy:
-            self._sampled(evaluator, sampler(), noisy, fresh)
+            self._sampled(evaluator, prepared, sampler(), noisy, fresh)
         elif self.accelerated and not plan.stochastic and not plan.learns and self.temperature == 1:
             self._accelerate(evaluator, before)
 
@@ -367,6 +370,12 @@ class Sweeper:
     def rate(self) -> float:
         """rho_t of the stochastic rule."""
         return min(1.0, (self.time + self.delay) ** -self.forget)
+
+    def _calming(self, prepared: Prepared) -> float:
+        """rho_t of the stochastic rule, begun after the passes that come near the optimum."""
+        passes = max((p.scale for p in prepared.parts.values()), default=1.0)
+        time = max(self.time - _EARLY * passes, 0.0)
+        return min(1.0, (time + self.delay) ** -self.forget)
 
     def _least_rate(self, prepared: Prepared) -> float:
         """What steps do not fall below where targets drift."""
@@ -683,14 +692,18 @@ class Sweeper:
         self.sampled_value = estimate.value
 
     def _sampled(
-        self, evaluator: Evaluator, sampler: Sampler, noisy: frozenset[str], fresh: bool
-    ) -> None:
+        self, evaluator: Evaluator, prepared: Prepared, sampler: Sampler, noisy: frozenset[str],
+        fresh: bool,
+    ) -> None:  # fmt: skip
         """One damped step of all blocks that sampled factors touch, undone if it overshoots.
 
         With g_0 and g_1 the slopes of the ELBO along the step at its start and at its end, the latter
         from draws of its own, the rise is about (g_0 + g_1) / 2: g_1 < -g_0, by more than two standard
         errors, means that the step was too long; so does an ELBO that is clearly lower. The draws at
         the end serve the next step's messages.
+
+        Both estimates are of one minibatch, and cannot tell how far its optimum is from that of all
+        rows: steps that are as long as it likes would follow each minibatch for ever.
         """
         self.settle_sampled(evaluator, sampler, noisy, fresh=fresh)
         plan, old = evaluator.plan, dict(evaluator.beliefs)
@@ -703,6 +716,8 @@ class Sweeper:
         start = self._directions(evaluator, blocks, before)
         cloud = self.averaging
         rho = self._held or self._rate * (1 + self.time / _WARM) ** -0.7
+        if plan.stochastic and not self.drifts:
+            rho = min(rho, self._calming(prepared))
         stationary = False
         if not plan.stochastic and not plan.learns and self.temperature == 1:
             cloud.scalars = sum(b.size for b in blocks)

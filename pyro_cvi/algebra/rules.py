@@ -39,8 +39,9 @@ E = expression_of
 _SMALL = 1 << 16
 _LONGEST_CUMSUM = 4096
 """A cumulative sum is a triangular matrix here; beyond this length it is opaque."""
-_LONG_CUMSUM = 200
-"""Scalars above which a cumulative sum stays one: the block may be a chain in its coordinates."""
+_LONG_CUMSUM = 16
+"""Scalars above which a cumulative sum stays one: the block may be a chain in its coordinates,
+also where `max_dense_dim` is small. Fewer are one small group of any chain."""
 
 
 def _constant(x: Any) -> bool:

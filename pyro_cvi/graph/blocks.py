@@ -107,7 +107,12 @@ def gaussian_blocks(
             blocks.append(viewed[group[0]])
         else:
             hidden = drawn.union(*opaque)
-            blocks += _layouts(group, gaussian, near, opaque, max_dense_dim, hidden)
+            made = _layouts(group, gaussian, near, opaque, max_dense_dim, hidden)
+            lossy = any("max_dense_dim" in b.reason for b in made)
+            if lossy and not any(parts.values()) and not plain & set(group):
+                chain = _viewed(group, latents, factors, max_dense_dim)
+                made = made if chain is None else [chain]
+            blocks += made
     return blocks
 
 
@@ -298,11 +303,20 @@ def _local(
 
 
 def _viewed(
-    sites: list[str], latents: Mapping[str, Latent], factors: Sequence[Factor]
+    sites: list[str],
+    latents: Mapping[str, Latent],
+    factors: Sequence[Factor],
+    widest: int | None = None,
 ) -> GaussianBlock | None:
-    """The block in a form that its factors see through views, where there is a better one for it."""
+    """The block in a form that its factors see through views, where there is a better one for it.
+
+    `widest` says that there was none, and that no more scalars than these may be dense.
+    """
     name = block_label(sites, latents)
-    found = process_of(name, sites, latents, factors) or chain_of(name, sites, latents, factors)
+    found: tuple[Form, Viewed] | None = None
+    if widest is None:
+        found = process_of(name, sites, latents, factors)
+    found = found or chain_of(name, sites, latents, factors, widest=widest)
     if found is None:
         return None
     form, viewed = found

@@ -75,17 +75,23 @@ def chain_of(
     latents: Mapping[str, Latent],
     factors: Sequence[Factor],
     kept: bool = False,
+    widest: int | None = None,
 ) -> tuple[Chain, Viewed] | None:
     """The block as a chain and its factors rewritten, or None where that is not possible, or no gain.
 
-    `kept` says that the block has been one before.
+    `kept` says that the block has been one before, `widest` that it may not be dense: a sequence of any
+    length is then a gain, if no two neighbours have more than so many scalars.
     """
-    if not kept and sum(math.prod(latents[s].shape) for s in sites) <= _SMALLEST:
+    if not kept and widest is None and sum(math.prod(latents[s].shape) for s in sites) <= _SMALLEST:
         return None
     try:
-        return _Builder(name, sites, latents).build(factors, kept)
+        found = _Builder(name, sites, latents).build(factors, kept or widest is not None)
     except NoViewError:
         return None
+    if found is not None and widest is not None:
+        pattern = found[0].pattern
+        return found if pattern.steps > 1 and pattern.width <= widest else None
+    return found
 
 
 @dataclass

@@ -6,6 +6,8 @@ Oracles: closed forms of linear Gaussian models, enumeration, Pyro's own ELBO of
 import copy
 import io
 import math
+import pickle
+from functools import partial
 
 import numpy as np
 import pyro
@@ -432,6 +434,55 @@ def test_a_pickled_guide_gets_its_model_from_cvi():
     CVI(two, loaded, optim=pyro.optim.Adam({"lr": 0.01}))
     for each in (guide, loaded):
         assert set(each(y)) == {"c", "z"}
+
+
+def encode_rows(x):
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(x / 2, pyro.param("width", torch.tensor(0.3))))
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.width = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(x / 2, self.width))
+
+
+@pytest.mark.parametrize("part", [encode_rows, Rows(), partial(encode_rows)], ids=repr)
+def test_functions_and_modules_are_parts_that_pickle_and_copy(part):
+    x, guide = data(), beside(model, "z", part)
+    CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01})).step(x)
+    found = [pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)]
+    CVI(model, found[0], optim=pyro.optim.Adam({"lr": 0.01}))  # has the model again
+    for each in (guide, *found):
+        assert torch.equal(each[0].posterior("mu").mean, guide[0].posterior("mu").mean)
+        pyro.set_rng_seed(5)
+        drawn = each(x)
+        pyro.set_rng_seed(5)
+        assert torch.equal(drawn["z"], guide(x)["z"])
+
+
+def test_a_part_that_cannot_be_pickled_is_named_and_can_be_copied():
+    x = data()
+    guide, _ = amortised()
+    CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01})).step(x)
+    with pytest.raises(CVIError, match="cannot be pickled, 'amortised.<locals>.encode'"):
+        pickle.dumps(guide)
+    assert set(copy.deepcopy(guide)(x)) == {"mu", "z"} == set(guide(x))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_many_draws_at_once_of_sites_given_the_others_are_refused(count):
+    x, _, _ = clusters()
+    guide, _ = mixture_guide()
+    CVI(mixture, guide, optim=pyro.optim.Adam({"lr": 0.03})).step(x)
+    with pytest.raises(CVIError, match="HybridGuide.*many draws.*parallel=False"):
+        Predictive(mixture, guide=guide, num_samples=count, parallel=True)(x)
+    draws = Predictive(mixture, guide=guide, num_samples=count)(x)
+    assert draws["c"].shape == (count, len(x))
 
 
 def test_what_is_wrong_is_said():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import Predictive
+from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 
 from pyro_cvi import CVI, AutoCVI, CVIError, CVIWarning, explain
@@ -725,7 +726,7 @@ def test_padding_in_a_chain_is_pinned_to_its_prior(kind, monkeypatch):
 def test_reparameterised_innovations_stay_a_chain(centered):
     y = torch.randn(300)
 
-    @poutine.reparam(config={"x": pyro.infer.reparam.LocScaleReparam(centered)})
+    @poutine.reparam(config={"x": LocScaleReparam(centered)})
     def model(y):
         with pyro.plate("time", 300):
             x = pyro.sample("x", dist.Normal(1.0, 0.3))
@@ -734,3 +735,31 @@ def test_reparameterised_innovations_stay_a_chain(centered):
     guide = AutoCVI(model)
     CVI(model, guide).run(y)
     assert guide.block_of("x_decentered").structure == "chain"
+
+
+@pytest.mark.parametrize("length", [30, 150])
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_short_sequence_that_may_not_be_dense_is_a_chain(length, sums):
+    """By sums of innovations, and by differences: the posterior of a dense block, which is exact."""
+
+    def model(y):
+        c = pyro.sample("c", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Normal(torch.zeros(len(y)), 0.3 if sums else 3.0).to_event(1))
+        if not sums:
+            pyro.sample(
+                "steps", dist.Normal(z.diff(), 0.3).to_event(1), obs=torch.zeros(len(y) - 1)
+            )
+        pyro.sample("y", dist.Normal(c + (z.cumsum(0) if sums else z), 1.0).to_event(1), obs=y)
+
+    y, found = torch.randn(length), []
+    for limit in (5, 1000):
+        guide = AutoCVI(model, max_dense_dim=limit)
+        CVI(model, guide).step(y)
+        found.append(guide)
+    assert [[b.structure for b in g.plan.blocks] for g in found] == [["chain"], ["dense"]]
+    for site in ("c", "z"):
+        a, b = (g.posterior(site) for g in found)
+        torch.testing.assert_close(
+            a.mean, b.mean, rtol=1e-9, atol=1e-9
+        )  # float64, conditioning 1e4
+        torch.testing.assert_close(a.variance, b.variance, rtol=1e-9, atol=1e-9)
