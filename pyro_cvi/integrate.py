@@ -41,6 +41,7 @@ from pyro_cvi.mixture import (
     shares,
     tabulate,
 )
+from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.updates import GaussianBelief
 
 __all__ = ["IntegratedPosterior", "integrate"]
@@ -188,6 +189,7 @@ class IntegratedPosterior:
         )
 
 
+@outside_inference_mode
 def integrate(
     cvi: CVI, sites: str | Sequence[str], *args: Any, num_points: int = 64, **kwargs: Any
 ) -> IntegratedPosterior:
