@@ -302,7 +302,7 @@ class AutoCVI(AutoGuide):
             stem = names[0].removesuffix("loc")
             for n in [n for n in self._buffers if n.startswith(stem)]:
                 del self._buffers[n]
-            kept[_mark_name(block)] = torch.tensor(mark_of(block.form))
+            kept[_mark_name(block)] = torch.tensor(mark_of(block.form), device="cpu")
             for n, tensor in kept.items():
                 self.register_buffer(n, tensor.detach().clone().contiguous())
 
@@ -353,7 +353,7 @@ class AutoCVI(AutoGuide):
                     buffers[_seen_name(block)] = _none_seen(block)
             buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
             if block.form is not None:
-                buffers[_mark_name(block)] = torch.tensor(mark_of(block.form))
+                buffers[_mark_name(block)] = torch.tensor(mark_of(block.form), device="cpu")
         return buffers
 
     @contextmanager
@@ -749,7 +749,7 @@ class AutoCVI(AutoGuide):
         parts = [
             draw(b, self.belief(b)).reshape(-1) for b in self._whole.blocks if b.layout is not None
         ]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return torch.cat(parts) if parts else torch.zeros(0, device="cpu")
 
 
 # --- helpers ---------------------------------------------------------------------------------------
@@ -805,7 +805,7 @@ def _check_indices(name: str, plate: Any, index: Tensor) -> None:
 
 def _indices(plate: Any, part: Part) -> Tensor:
     index = plate.indices
-    return torch.arange(part.full) if index is None else torch.as_tensor(index).cpu()
+    return torch.arange(part.full, device="cpu") if index is None else torch.as_tensor(index).cpu()
 
 
 def _resized(latent: Latent, sizes: Mapping[str, int]) -> Latent:
@@ -823,7 +823,7 @@ def _seen_name(block: Block) -> str:
 
 def _none_seen(block: Block) -> Tensor:
     assert block.placement is not None
-    return torch.zeros([p.full for p in block.placement.parts], dtype=torch.bool)
+    return torch.zeros([p.full for p in block.placement.parts], dtype=torch.bool, device="cpu")
 
 
 def _elements(block: Block, window: Window) -> tuple[Tensor, ...]:

@@ -216,7 +216,7 @@ class Others:
             _run_others(self._guide, self._own, args, kwargs)
         trace = handler.trace
         trace.compute_score_parts()
-        zero = torch.zeros(())
+        zero = torch.zeros((), device="cpu")
         own = common = Density(zero, zero, zero)
         values, shared = _values(trace), False
         for name, site in trace.nodes.items():

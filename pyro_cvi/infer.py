@@ -957,7 +957,7 @@ class CVI:
                 spread = spread + (own_score - draw.own.entropy) / len(draws)
                 rest = rest + (common_score - draw.common.entropy) / len(draws)
         if not self.shards.plates:
-            spread, rest = spread + rest, torch.zeros(())
+            spread, rest = spread + rest, torch.zeros((), device="cpu")
         local = [i for i, n in enumerate(prepared.parameters) if n in own_names]
         for part, summed in ((spread, True), (rest, False)):
             own = _gradients(part, leaves)
