@@ -5,11 +5,16 @@ without `device=` gives a tensor on the default device, and this meets tensors o
 """
 
 import ast
+import contextlib
 from pathlib import Path
 
+import pyro
+import pyro.distributions as dist
 import pytest
+import torch
 
 import pyro_cvi
+from pyro_cvi import CVI, AutoCVI
 
 FACTORIES = {
     "arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint",
@@ -41,3 +46,24 @@ def test_every_tensor_says_where_it_is(path):
 
 def test_a_tensor_without_a_place_is_found():
     assert homeless("x = torch.zeros(3)\ny = torch.zeros(3, device=x.device)\n") == [1]
+
+
+def test_a_default_device_changes_nothing():
+    """torch then puts a mode around all its functions, on latents of the algebra too."""
+    values = []
+    for device in (None, torch.device("cpu")):
+        pyro.set_rng_seed(1)
+        with device or contextlib.nullcontext():
+            cvi = CVI(model, AutoCVI(model))
+            values.append([cvi.step(torch.ones(6)) for _ in range(3)])
+            values[-1] += cvi.guide(torch.ones(6))["w"].tolist()
+        assert not any(e.how == "sampled" for e in cvi.explain().edges)
+    assert values[0] == values[1]
+
+
+def model(y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("rows", 12, subsample_size=len(y)) as i:
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        rate = (w[0] + w[1] * (i > 3) + z).exp()
+        pyro.sample("y", dist.Poisson(rate), obs=y)
