@@ -54,10 +54,10 @@ def mixture(x: Tensor) -> None:
 
 
 def network(x: Tensor, y: Tensor, size: int) -> None:
-    v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    u = pyro.sample("u", dist.Normal(0.0, 1.0))
+    v = pyro.sample("v", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
+    u = pyro.sample("u", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("rows", len(x), subsample_size=size) as i:
-        pyro.sample("y", dist.Bernoulli(logits=(x[i, :2] @ v).tanh() * u), obs=y[i])
+        pyro.sample("y", dist.Bernoulli(logits=(x[i, :2] @ v).tanh() @ u), obs=y[i])
 
 
 def vae() -> tuple[Callable[[Tensor], None], HybridGuide]:

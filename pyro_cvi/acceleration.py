@@ -121,7 +121,9 @@ class Anderson:
     def _products(self, moved: Mapping[str, Belief]) -> Tensor:
         """Inner products of the differences from the last residual: with each other, and with it."""
         if not moved:
-            return torch.zeros(len(self._pairs) - 1, len(self._pairs), dtype=torch.float64)
+            return torch.zeros(
+                len(self._pairs) - 1, len(self._pairs), dtype=torch.float64, device="cpu"
+            )
         residuals = torch.stack([_residual(x, y, moved) for x, y in self._pairs])
         last = residuals[-1]
         steps = residuals[:-1] - last

@@ -65,7 +65,7 @@ class Averaging:
         be near zero on both sides.
         """
         window = max(_WINDOW, len(self.residuals) // 3)
-        last = torch.tensor(self.residuals[-window:], dtype=torch.float64)
+        last = torch.tensor(self.residuals[-window:], dtype=torch.float64, device="cpu")
         if len(last) < window:
             return False
         noise = 2 * sum(self.noises[-window:]) / window / self.scalars**0.5

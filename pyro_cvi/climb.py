@@ -113,7 +113,7 @@ def _highest(
         elif not now > -torch.inf:  # too far along a line: a loss from which the search comes back
             for u in logs.values():
                 u.grad = torch.zeros_like(u)
-            return torch.tensor(_LOST * (abs(best) + 1), dtype=value.dtype)
+            return torch.tensor(_LOST * (abs(best) + 1), dtype=value.dtype, device=value.device)
         for u, g in zip(logs.values(), grads, strict=True):
             u.grad = g.nan_to_num(0.0, 0.0, 0.0)
         return -value

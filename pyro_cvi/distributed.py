@@ -106,7 +106,7 @@ class Shards:
         (state,) = self.from_first([torch.get_rng_state().to(_device())])
         torch.set_rng_state(state.cpu())
         if torch.cuda.is_available():
-            torch.cuda.manual_seed_all(int(torch.randint(2**31, ())))
+            torch.cuda.manual_seed_all(int(torch.randint(2**31, (), device="cpu")))
 
     @contextmanager
     def own_randomness(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class Shards:
         if not self.plates:
             yield
             return
-        seed = int(torch.randint(2**31, ()))
+        seed = int(torch.randint(2**31, (), device="cpu"))
         with torch.random.fork_rng():
             torch.manual_seed(seed + 2**31 * (1 + dist.get_rank()))
             yield

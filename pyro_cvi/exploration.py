@@ -134,7 +134,9 @@ def explore(evaluate: Evaluation, start: Tensor, scale: Tensor, num_points: int)
     normal = (2 * math.sqrt(math.pi) / _SPACING[d]) ** d
     for _ in range(_REFINEMENTS):
         at = torch.stack([p.at for p in design.points])
-        weights = torch.tensor([p.height for p in design.points], dtype=at.dtype).softmax(0)
+        weights = torch.tensor(
+            [p.height for p in design.points], dtype=at.dtype, device=at.device
+        ).softmax(0)
         share = float(1 / weights.square().sum()) / normal
         if share > _TOO_FEW:
             break
@@ -187,7 +189,7 @@ def _neighbours(surface: Surface, centre: Point, scale: Tensor) -> tuple[Tensor,
     up = [surface(centre.at + m).height for m in moves]
     down = [surface(centre.at - m).height for m in moves]
     low = centre.height - 50.0
-    both = torch.tensor([up, down], dtype=scale.dtype).clamp(min=low)
+    both = torch.tensor([up, down], dtype=scale.dtype, device=scale.device).clamp(min=low)
     return both[0], both[1]
 
 
@@ -239,23 +241,26 @@ def _lattice(surface: Surface, centre: Tensor, axes: Tensor) -> Design:
                 if abs(m[i]) > reach:
                     ends = False
                     continue
-                at = centre + steps @ torch.tensor(m, dtype=centre.dtype)
+                at = centre + steps @ torch.tensor(m, dtype=centre.dtype, device=centre.device)
                 found[m] = surface(at, axes)
                 top = max(top, found[m].height)
                 waiting.append(m)
     kept = {n: p for n, p in found.items() if p.height > -math.inf}
     points = list(kept.values())
     volume = float(torch.linalg.slogdet(steps).logabsdet)
-    cells = torch.tensor(list(kept), dtype=centre.dtype)
-    high = torch.tensor([p.height for p in points], dtype=centre.dtype) > top - _DEPTH[d]
+    cells = torch.tensor(list(kept), dtype=centre.dtype, device=centre.device)
+    high = (
+        torch.tensor([p.height for p in points], dtype=centre.dtype, device=centre.device)
+        > top - _DEPTH[d]
+    )
     fine = _refined(cells[high], _FINE[d])
     return Design(
         points,
-        torch.full((len(points),), volume, dtype=centre.dtype),
+        torch.full((len(points),), volume, dtype=centre.dtype, device=centre.device),
         centre,
         axes,
         centre + fine @ steps.T,
-        torch.zeros(len(fine), dtype=centre.dtype),
+        torch.zeros(len(fine), dtype=centre.dtype, device=centre.device),
         _BLUR[d],
         ends,
         surface.points,
@@ -265,7 +270,7 @@ def _lattice(surface: Surface, centre: Tensor, axes: Tensor) -> Design:
 def _refined(cells: Tensor, parts: int) -> Tensor:
     """A finer lattice on the cells around these whole numbers (n, d), each point once."""
     d = cells.shape[1]
-    offsets = torch.arange(-parts // 2, parts // 2, dtype=cells.dtype)
+    offsets = torch.arange(-parts // 2, parts // 2, dtype=cells.dtype, device=cells.device)
     grid = torch.cartesian_prod(*[offsets] * d).reshape(-1, d)
     all_points = (cells[:, None] * parts + grid).reshape(-1, d)
     return all_points.unique(dim=0) / parts
@@ -278,7 +283,7 @@ def _quasi_random(surface: Surface, centre: Tensor, axes: Tensor, num_points: in
     """Importance points of a split normal law along the axes."""
     d = len(centre)
     top = surface(centre, axes).height
-    widths = torch.ones(2, d, dtype=centre.dtype)
+    widths = torch.ones(2, d, dtype=centre.dtype, device=centre.device)
     for side, sign in enumerate((1.0, -1.0)):
         for i in range(d):
             fall = top - surface(centre + sign * _PROBE * axes[:, i], axes).height
@@ -299,12 +304,12 @@ def _quasi_random(surface: Surface, centre: Tensor, axes: Tensor, num_points: in
         z = w * t
         return centre + z @ axes.T, -log_density + torch.linalg.slogdet(axes).logabsdet
 
-    at, log_volume = place(_normal_points(d, num_points))
+    at, log_volume = place(_normal_points(d, num_points).to(centre.device))
     order = (at - centre).square().sum(-1).argsort()
     points = [surface(at[i], axes) for i in order]
     log_volume = log_volume[order] - math.log(len(points))
     good = [i for i, p in enumerate(points) if p.height > -math.inf]
-    fine, fine_log_volume = place(_normal_points(d, _FINE_POINTS))
+    fine, fine_log_volume = place(_normal_points(d, _FINE_POINTS).to(centre.device))
     return Design(
         [points[i] for i in good], log_volume[good], centre, axes, fine, fine_log_volume, _BLUR[3], True,
         surface.points,
@@ -340,7 +345,9 @@ class Interpolant:
         used = [p for p in design.evaluated if p.height > top - _USED]
         at = torch.stack([p.at for p in used])
         z = self._nodes = self._coordinates(at)
-        values = torch.tensor([p.height - top for p in used], dtype=z.dtype) - known(at)
+        values = torch.tensor(
+            [p.height - top for p in used], dtype=z.dtype, device=z.device
+        ) - known(at)
         quadratic = _quadratics(z)
         n, m = quadratic.shape
         zeros = quadratic.new_zeros(m, m)
@@ -366,7 +373,7 @@ def _cubes(a: Tensor, b: Tensor) -> Tensor:
 
 def _quadratics(z: Tensor) -> Tensor:
     """1, z_i and z_i z_j, (n, 1 + d + d (d + 1) / 2)."""
-    i, j = torch.tril_indices(z.shape[1], z.shape[1])
+    i, j = torch.tril_indices(z.shape[1], z.shape[1], device=z.device)
     return torch.cat([torch.ones_like(z[:, :1]), z, z[:, i] * z[:, j]], 1)
 
 
@@ -392,6 +399,6 @@ def calibrated(weights: Tensor, features: Tensor, targets: Tensor) -> Tensor:
             effective, before = 1 / new.square().sum(), 1 / weights.square().sum()
             return new if bool(effective > before / 2) else weights
         cov = (centred.T * new) @ centred - torch.outer(off, off)
-        cov = cov + 1e-9 * torch.eye(len(off), dtype=cov.dtype)
+        cov = cov + 1e-9 * torch.eye(len(off), dtype=cov.dtype, device=cov.device)
         slopes = slopes - torch.linalg.solve(cov, off).clamp(-1.0, 1.0)
     return weights

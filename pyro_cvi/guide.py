@@ -40,6 +40,7 @@ from pyro_cvi.laws import (
     quantile,
 )
 from pyro_cvi.linalg import broadcast_shapes
+from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.structured import ChainBelief, ProcessBelief, StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
@@ -201,6 +202,7 @@ class AutoCVI(AutoGuide):
             )
         return self._prepared
 
+    @outside_inference_mode
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         if self._prepared is None:
             with torch.enable_grad():
@@ -300,7 +302,7 @@ class AutoCVI(AutoGuide):
             stem = names[0].removesuffix("loc")
             for n in [n for n in self._buffers if n.startswith(stem)]:
                 del self._buffers[n]
-            kept[_mark_name(block)] = torch.tensor(mark_of(block.form))
+            kept[_mark_name(block)] = torch.tensor(mark_of(block.form), device="cpu")
             for n, tensor in kept.items():
                 self.register_buffer(n, tensor.detach().clone().contiguous())
 
@@ -351,7 +353,7 @@ class AutoCVI(AutoGuide):
                     buffers[_seen_name(block)] = _none_seen(block)
             buffers |= dict(zip(_buffer_names(block), tensors, strict=True))
             if block.form is not None:
-                buffers[_mark_name(block)] = torch.tensor(mark_of(block.form))
+                buffers[_mark_name(block)] = torch.tensor(mark_of(block.form), device="cpu")
         return buffers
 
     @contextmanager
@@ -421,6 +423,7 @@ class AutoCVI(AutoGuide):
             self._prototype_frames = {n: f for n, f in frames.items() if n in used}
         self._prepared = prepared
 
+    @outside_inference_mode
     def draw(self, sites: Sequence[str]) -> dict[str, Tensor]:
         """One draw from the posterior of some sites, jointly within each block."""
         result: dict[str, Tensor] = {}
@@ -537,6 +540,7 @@ class AutoCVI(AutoGuide):
 
     # --- the posterior -----------------------------------------------------------------------------
 
+    @outside_inference_mode
     def posterior(self, site: str) -> Any:
         """q(z) of one site, a Pyro distribution in the model's space.
 
@@ -570,6 +574,7 @@ class AutoCVI(AutoGuide):
                 stacklevel=4,
             )
 
+    @outside_inference_mode
     def joint(self, sites: Sequence[str]) -> Any:
         """The joint Gaussian of sites of one block, flattened and concatenated in this order.
 
@@ -608,6 +613,7 @@ class AutoCVI(AutoGuide):
             )
         return plan.block_of(site)
 
+    @outside_inference_mode
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The marginal median of every latent.
@@ -618,6 +624,7 @@ class AutoCVI(AutoGuide):
         plan = self._need("median").plan.whole
         return {n: median(*self._entry(n)) for n in plan.latents}
 
+    @outside_inference_mode
     @torch.no_grad()
     def quantiles(
         self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any
@@ -637,6 +644,7 @@ class AutoCVI(AutoGuide):
 
     # --- sampling ----------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every latent, inside its plates; called through `guide(...)`."""
         if self._prepared is None:
@@ -735,12 +743,13 @@ class AutoCVI(AutoGuide):
             result[site] = drawn.in_plates(site, site_given(latent, value))
         return result
 
+    @outside_inference_mode
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One draw of all Gaussian blocks, flattened."""
         parts = [
             draw(b, self.belief(b)).reshape(-1) for b in self._whole.blocks if b.layout is not None
         ]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        return torch.cat(parts) if parts else torch.zeros(0, device="cpu")
 
 
 # --- helpers ---------------------------------------------------------------------------------------
@@ -796,7 +805,7 @@ def _check_indices(name: str, plate: Any, index: Tensor) -> None:
 
 def _indices(plate: Any, part: Part) -> Tensor:
     index = plate.indices
-    return torch.arange(part.full) if index is None else torch.as_tensor(index).cpu()
+    return torch.arange(part.full, device="cpu") if index is None else torch.as_tensor(index).cpu()
 
 
 def _resized(latent: Latent, sizes: Mapping[str, int]) -> Latent:
@@ -814,7 +823,7 @@ def _seen_name(block: Block) -> str:
 
 def _none_seen(block: Block) -> Tensor:
     assert block.placement is not None
-    return torch.zeros([p.full for p in block.placement.parts], dtype=torch.bool)
+    return torch.zeros([p.full for p in block.placement.parts], dtype=torch.bool, device="cpu")
 
 
 def _elements(block: Block, window: Window) -> tuple[Tensor, ...]:

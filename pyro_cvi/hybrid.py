@@ -33,6 +33,7 @@ from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.symbolic import frames_around, full_size, plates_around
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
+from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.prediction import carried
 from pyro_cvi.recognition import OnePlate, Recognition, rows_of
 from pyro_cvi.sweep import Sweeper
@@ -78,6 +79,7 @@ class HybridGuide(AutoGuideList):
         ['mu', 'z']
     """
 
+    @outside_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all parts: those of others first, and CVI's in the same plates."""
         own, _ = split(self)
@@ -87,7 +89,8 @@ class HybridGuide(AutoGuideList):
                 _run_others(self, own, args, kwargs)
             result = _values(handler.trace)
             around = _named_rows(self) or _plates_of(handler.trace, own)
-            _open_plates(self, own, plates.seen, args, kwargs)
+            _analyse(self, own, result, plates.seen, args, kwargs)
+            _open_plates(self, own, plates.seen)
             if any(around & {n for n, *_ in x.plates} for x in own.plan.latents.values()):
                 known = {n: x.detach() for n, x in result.items()}
                 if self.model is None:
@@ -287,7 +290,7 @@ class Others:
             _run_others(self._guide, self._own, args, kwargs)
         trace = handler.trace
         trace.compute_score_parts()
-        zero = torch.zeros(())
+        zero = torch.zeros((), device="cpu")
         own = common = Density(zero, zero, zero)
         values, shared = _values(trace), False
         for name, site in trace.nodes.items():
@@ -441,12 +444,25 @@ def _run_others(
         part(*args, **kwargs)
 
 
-def _open_plates(
-    guide: AutoGuideList, own: AutoCVI, seen: Mapping[str, Tensor], args: Any, kwargs: Any
+@torch.enable_grad()
+def _analyse(
+    guide: AutoGuideList,
+    own: AutoCVI,
+    drawn: Mapping[str, Tensor],
+    seen: Window,
+    args: Any,
+    kwargs: Any,
 ) -> None:
-    """The plates of CVI's own sites, with the elements that the others have."""
+    """The first sight of the model, given a draw of the others, as a step has it."""
     if own.prepared is None:
-        own._setup_prototype(*args, **kwargs)
+        model = own.model if guide.model is None else guide.model
+        given = poutine.condition(model, data={n: x.detach() for n, x in drawn.items()})
+        with poutine.block():
+            own.prepare(given, args, kwargs, dict(seen), beside={})
+
+
+def _open_plates(guide: AutoGuideList, own: AutoCVI, seen: Mapping[str, Tensor]) -> None:
+    """The plates of CVI's own sites, with the elements that the others have."""
     for latent in own.plan.whole.latents.values():
         for name, dim, size, full in latent.plates:
             if name not in guide.plates:

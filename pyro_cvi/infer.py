@@ -39,6 +39,7 @@ from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.hybrid import Draw, HybridGuide, Others, of_elements, split
 from pyro_cvi.linalg import or_zeros, sum_gradients
+from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
     SAMPLED_SETTLED,
@@ -191,6 +192,7 @@ class CVI:
 
     # --- public ------------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def step(self, *args: Any, **kwargs: Any) -> float:
         """One sweep over the blocks; the negative ELBO of the state it leaves, summed over data.
 
@@ -293,6 +295,7 @@ class CVI:
         sweeper.done(prepared)
         return -elbo
 
+    @outside_inference_mode
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO now; changes nothing.
 
@@ -327,6 +330,7 @@ class CVI:
         finally:
             self._evaluator = evaluator
 
+    @outside_inference_mode
     def run(
         self,
         *args: Any,
@@ -463,6 +467,7 @@ class CVI:
         """What was done in each factor for each site, and why; print it."""
         return make_report(self._own.plan, self._sweeper.counts)  # raises before the first step
 
+    @outside_inference_mode
     def message_noise(self, *args: Any, num_groups: int = 8, **kwargs: Any) -> dict[str, float]:
         """E[(m' - m)^T F (m' - m)] in nats, m' the sampled part of a message to a site and m its mean.
 
@@ -509,6 +514,7 @@ class CVI:
         }
         torch.save(state, file)
 
+    @outside_inference_mode
     def load(self, file: Any) -> None:
         """Take over the state of `save`, in a CVI of the same model, guide and options.
 
@@ -598,6 +604,7 @@ class CVI:
 
     # --- new data ----------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def local_posteriors(
         self,
         *args: Any,
@@ -643,6 +650,7 @@ class CVI:
                 seed=self._sweeper.seed,
             )
 
+    @outside_inference_mode
     def log_predictive(
         self,
         *args: Any,
@@ -667,6 +675,7 @@ class CVI:
                 chunk_size=chunk_size,
             )
 
+    @outside_inference_mode
     def forecast(self, *args: Any, num_samples: int = 100, **kwargs: Any) -> dict[str, Tensor]:
         """Draws of what comes after the data: p(z_new, x_new | data), `(num_samples, *shape)` each.
 
@@ -948,7 +957,7 @@ class CVI:
                 spread = spread + (own_score - draw.own.entropy) / len(draws)
                 rest = rest + (common_score - draw.common.entropy) / len(draws)
         if not self.shards.plates:
-            spread, rest = spread + rest, torch.zeros(())
+            spread, rest = spread + rest, torch.zeros((), device="cpu")
         local = [i for i, n in enumerate(prepared.parameters) if n in own_names]
         for part, summed in ((spread, True), (rest, False)):
             own = _gradients(part, leaves)

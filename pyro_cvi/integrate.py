@@ -41,6 +41,7 @@ from pyro_cvi.mixture import (
     shares,
     tabulate,
 )
+from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.updates import GaussianBelief
 
 __all__ = ["IntegratedPosterior", "integrate"]
@@ -173,7 +174,9 @@ class IntegratedPosterior:
         with poutine.block():
             values: dict[str, Tensor] = dict(self._components[k](*args, **kwargs))
         for site, (low, high) in self._levels.items():
-            p = low[k] + torch.rand(low.shape[1:], dtype=low.dtype) * (high[k] - low[k])
+            p = low[k] + torch.rand(low.shape[1:], dtype=low.dtype, device=low.device) * (
+                high[k] - low[k]
+            )
             values[site] = self._laws[site].at(p)
         return values
 
@@ -188,6 +191,7 @@ class IntegratedPosterior:
         )
 
 
+@outside_inference_mode
 def integrate(
     cvi: CVI, sites: str | Sequence[str], *args: Any, num_points: int = 64, **kwargs: Any
 ) -> IntegratedPosterior:
@@ -425,7 +429,9 @@ class _Fits:
 
 
 def _posterior(guide: AutoCVI, coordinates: _Coordinates, design: Design) -> IntegratedPosterior:
-    bounds = torch.tensor([p.height for p in design.points], dtype=torch.float64)
+    bounds = torch.tensor(
+        [p.height for p in design.points], dtype=torch.float64, device=design.log_volumes.device
+    )
     logs = bounds + design.log_volumes
     at = torch.stack([p.at for p in design.points])
     weights = logs.softmax(0)

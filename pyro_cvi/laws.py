@@ -262,7 +262,11 @@ def quantile(
                 "or of what you compute from them",
             )
         )
-    return family_quantile(belief.family, belief.natural, torch.tensor(q, dtype=torch.float64))
+    return family_quantile(
+        belief.family,
+        belief.natural,
+        torch.tensor(q, dtype=torch.float64, device=belief.natural[0].device),
+    )
 
 
 def is_falling(transform: Any) -> bool:

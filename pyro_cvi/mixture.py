@@ -35,7 +35,7 @@ __all__ = [
 
 _HALVINGS = 80
 """Of an interval, when a quantile is looked for: to the last digit in float64."""
-_LOGITS = torch.linspace(-14.0, 14.0, 57, dtype=torch.float64)
+_LOGITS = torch.linspace(-14.0, 14.0, 57, dtype=torch.float64, device="cpu")
 """Where the quantile function of a law without a distribution function is tabulated."""
 _DRAWS = 10_000
 """For quantiles of vectors that are transformed as a whole."""
@@ -135,7 +135,8 @@ def tabulate(u: Tensor, weights: Tensor, blur: float) -> Table:
     sd = (w @ (u - mean).square()).sqrt().clamp(min=1e-300)
     z = (u - mean) / sd * math.sqrt(1 - blur**2)
     seen = z[w > _NOTHING * w.max()]
-    nodes = torch.linspace(float(seen.min()) - 4 * blur, float(seen.max()) + 4 * blur, _NODES).to(u)
+    low, high = float(seen.min()) - 4 * blur, float(seen.max()) + 4 * blur
+    nodes = torch.linspace(low, high, _NODES, device=u.device).to(u)
     cdf = torch.stack([w @ torch.special.ndtr((x - z) / blur) for x in nodes])
     cdf = (cdf - cdf[0]) / (cdf[-1] - cdf[0])
     return Table(mean + sd * nodes, cdf)
@@ -273,7 +274,10 @@ class Tabulated(dist.TorchDistribution):
         levels = []
         for j in range(len(self.tables)):
             low, high = shares(self._points[:, j], self._weights)
-            levels.append(low[chosen] + torch.rand(n, dtype=low.dtype) * (high - low)[chosen])
+            levels.append(
+                low[chosen]
+                + torch.rand(n, dtype=low.dtype, device=low.device) * (high - low)[chosen]
+            )
         values = self.at(torch.stack(levels, -1))
         return values.reshape((*shape, *self.batch_shape, *self.event_shape))
 
@@ -287,7 +291,9 @@ def shares(u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """
     scale = (u.max() - u.min()).clamp(min=1e-300)
     unique, index = ((u - u.min()) / scale * 2**30).round().unique(return_inverse=True)
-    mass = torch.zeros(len(unique), dtype=u.dtype).index_add_(0, index, weights / weights.sum())
+    mass = torch.zeros(len(unique), dtype=u.dtype, device=u.device).index_add_(
+        0, index, weights / weights.sum()
+    )
     high = mass.cumsum(0)
     return (high - mass)[index], high[index]
 

@@ -115,7 +115,9 @@ def log_predictive(
         )
     held = {n for n, x in guide.plan.latents.items() if x.held}
     shared = [n for n in guide.plan.latents if not rows.is_local(guide, n) and n not in held]
-    seeds = torch.randint(2**31, (num_samples,)).tolist()  # the same draws for all chunks
+    seeds = torch.randint(
+        2**31, (num_samples,), device="cpu"
+    ).tolist()  # the same draws for all chunks
     result = []
     prepared: Prepared | None = None
     for (part_args, part_kwargs), chunk in rows.chunks(chunk_size):
@@ -283,7 +285,7 @@ def _without_locals(
 ) -> Tensor:
     """The rows' log densities, where every latent is shared."""
     trace = first_run(given, args, kwargs)
-    total = torch.zeros(rows)
+    total = torch.zeros(rows, device="cpu")
     for name, value in factor_values(trace).items():
         site = trace.nodes[name]
         frames = [f for f in site["cond_indep_stack"] if f.name == plate]
@@ -294,7 +296,7 @@ def _without_locals(
                 continue
             cells = value.expand(broadcast_shapes(value.shape, site["fn"].batch_shape))
             scale = site["scale"] * frames[0].size / (frames[0].full_size or frames[0].size)
-            total = total + scale * sum_to_dims(cells, {frames[0].dim}).reshape(-1)
+            total = total.to(cells.device) + scale * sum_to_dims(cells, {frames[0].dim}).reshape(-1)
     return total
 
 
@@ -361,7 +363,9 @@ class _Rows:
     def chunks(self, size: int | None) -> Iterator[tuple[Args, dict[str, tuple[int, Tensor]]]]:
         """Arguments of every chunk, and which rows of how many they are."""
         if size is None:
-            everything = {n: (full, torch.arange(full)) for n, full in self.plates.items()}
+            everything = {
+                n: (full, torch.arange(full, device="cpu")) for n, full in self.plates.items()
+            }
             yield self.args, everything
             return
         if len(self.plates) != 1 or size < 1:
@@ -380,7 +384,7 @@ class _Rows:
                     "leave chunk_size out, or call once for every chunk",
                 )
             )
-        for rows in torch.arange(full).split(size):
+        for rows in torch.arange(full, device="cpu").split(size):
             part = tuple(_cut(x, full, rows) for x in args)
             named = {k: _cut(x, full, rows) for k, x in kwargs.items()}
             yield (part, named), {name: (full, rows)}

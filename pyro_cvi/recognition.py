@@ -200,7 +200,9 @@ class Recognition:
         fitted = self.own.prepared.sizes if self.own.prepared is not None else {}
         rows = self.rows or rows_of({n: (p.size, p.full) for n, p in local.items()}, fitted)
         _check_rows(rows, local, frozenset(potentials), trace)
-        chunk = {n: (p.size, torch.arange(p.size)) for n, p in local.items() if n in rows}
+        chunk = {
+            n: (p.size, torch.arange(p.size, device="cpu")) for n, p in local.items() if n in rows
+        }
         chosen = {n: p.indices for n, p in local.items()}
         key = tuple((n, s["value"].shape) for n, s in trace.nodes.items() if _is_latent(s))
         random = torch.get_rng_state()

@@ -181,7 +181,7 @@ class Sweeper:
 
     def next_seed(self) -> int:
         """Of the next draws."""
-        return self.shards.seed(int(torch.randint(2**31, (), generator=self._seeds)))
+        return self.shards.seed(int(torch.randint(2**31, (), generator=self._seeds, device="cpu")))
 
     # --- minibatches -------------------------------------------------------------------------------
 

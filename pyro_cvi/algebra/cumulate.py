@@ -26,6 +26,7 @@ from pyro_cvi.algebra.expression import (
     Stat,
     Statistic,
     Term,
+    device_of,
     expand,
     fresh_label,
 )
@@ -43,7 +44,9 @@ def cumulated(e: Expression, dim: int) -> Expression | None:
         return None
     constant = e.constant
     if e.has_constant:
-        like = constant if isinstance(constant, Tensor) else torch.tensor(constant)
+        if not isinstance(constant, Tensor):
+            constant = torch.tensor(constant, device=device_of(e))
+        like = constant
         wide = like.expand(e.shape) if like.ndim < e.ndim or like.shape[label] < n else like
         constant = wide.cumsum(label)
     return Expression(e.shape, constant, tuple(t for t in terms if t is not None))
@@ -53,8 +56,9 @@ def _cumulated_term(t: Term, label: int, n: int) -> Term | None:
     operands = [_along_less(o, label) for o in t.operands]
     along = [i for i, o in enumerate(operands) if label in o.axes]
     if not along:
-        like = next((o.tensor for o in operands if isinstance(o, Const)), torch.zeros(()))
-        steps = torch.arange(1, n + 1, dtype=like.dtype, device=like.device)
+        kinds = (o.tensor.dtype for o in operands if isinstance(o, Const))
+        dtype, device = next(kinds, torch.get_default_dtype()), device_of(Expression((), 0.0, (t,)))
+        steps = torch.arange(1, n + 1, dtype=dtype, device=device)
         return Term(t.coefficient, (*operands, Const(steps, (label,))))
     if len(along) > 1:
         return None

@@ -34,7 +34,9 @@ def evaluate(e: Expression, read: Reader) -> Tensor:
         value = value * t.coefficient if t.coefficient != 1 else value
         total = value if total is None else total + value
     if total is None:
-        return e.constant if isinstance(e.constant, Tensor) else torch.tensor(e.constant)
+        return (
+            e.constant if isinstance(e.constant, Tensor) else torch.tensor(e.constant, device="cpu")
+        )
     return total + e.constant if e.has_constant else total
 
 

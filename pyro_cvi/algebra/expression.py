@@ -510,7 +510,8 @@ def einsum(
     label = {name: out[name] if name in out else fresh_label() for name in sizes}
     shape = tuple(sizes[name] for name in output)
     varying = [(e, names) for e, names in inputs if e.terms]
-    fixed = [(_full(e), names) for e, names in inputs if not e.terms]
+    device = device_of(*(e for e, _ in inputs))
+    fixed = [(_full(e, device), names) for e, names in inputs if not e.terms]
     consts = tuple(_labelled_const(t, [label[n] for n in names]) for t, names in fixed)
     if len(varying) == 1:
         (e, names), terms = varying[0], []
@@ -521,7 +522,7 @@ def einsum(
         constant: Tensor | float = 0.0
         if e.has_constant:
             pieces = [(c.tensor, c.axes) for c in consts]
-            whole = _labelled_const(_full(e), [label[n] for n in names])
+            whole = _labelled_const(_full(e, device), [label[n] for n in names])
             pieces.append((whole.tensor, whole.axes))
             missing = math.prod(
                 sizes[n] for n, a in label.items() if a > 0 and all(a not in ax for _, ax in pieces)
@@ -539,9 +540,28 @@ def einsum(
     return Expression(shape, 0.0, (term,))
 
 
-def _full(e: Expression) -> Tensor:
-    constant = e.constant if isinstance(e.constant, Tensor) else torch.tensor(e.constant)
+def _full(e: Expression, device: torch.device | None) -> Tensor:
+    constant = e.constant
+    if not isinstance(constant, Tensor):
+        constant = torch.tensor(constant, device=device)
     return constant.expand(e.shape)
+
+
+def device_of(*expressions: Expression) -> torch.device | None:
+    """Where what is in them is; None if that is numbers alone."""
+    for e in expressions:
+        if isinstance(e.constant, Tensor) and e.constant.ndim > 0:
+            return e.constant.device
+        for o in (o for t in e.terms for o in t.operands):
+            if isinstance(o, Stat):
+                return o.index.device
+            if isinstance(o, Const) and o.tensor.ndim > 0:
+                return o.tensor.device
+            parts = o.arguments if isinstance(o, Link) else ()
+            found = device_of(*((o.expression,) if isinstance(o, Group) else parts))
+            if found is not None:
+                return found
+    return None
 
 
 def _labelled_const(tensor: Tensor, labels: Sequence[int]) -> Const:

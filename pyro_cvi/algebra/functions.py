@@ -126,7 +126,7 @@ def _by_cases(
     """
     if len(e.terms) < 2 or not all(_is_positive(t) for t in e.terms):
         return None
-    count = torch.zeros((), dtype=torch.int8)
+    count = torch.zeros((), dtype=torch.int8, device="cpu")
     cases = []
     for t in e.terms:
         holes = [o for o in t.operands if isinstance(o, Const) and bool((o.tensor == 0).any())]
@@ -187,7 +187,7 @@ def _power_operand(o: Operand, p: float) -> list[Operand] | None:
         return [replace(o, statistic=Statistic("power", o.statistic.power * p))]
     if isinstance(o, Link) and o.name == "exp":
         coefficient, raised = as_operands(exp(scale(o.arguments[0], p)))
-        factor = [] if coefficient == 1 else [Const(torch.tensor(coefficient), ())]
+        factor = [] if coefficient == 1 else [Const(torch.tensor(coefficient, device="cpu"), ())]
         return factor + [replace(r, axes=tuple(o.axes[a] for a in r.axes)) for r in raised]
     if p == 2:
         return [o, o]

@@ -147,7 +147,10 @@ def dirichlet(d: Any, x: Tensor) -> Tensor:
 @density(torch.distributions.TransformedDistribution)
 def transformed(d: Any, y: Tensor) -> Tensor:
     """log p(x) - log |det dT/dx| of y = T(x), step by step through the transforms."""
-    event_dim, result = len(d.event_shape), torch.zeros((), dtype=plain(y).dtype)
+    event_dim, result = (
+        len(d.event_shape),
+        torch.zeros((), dtype=plain(y).dtype, device=plain(y).device),
+    )
     for t in reversed(d.transforms):
         x = t.inv(y)
         event_dim += t.domain.event_dim - t.codomain.event_dim

@@ -84,7 +84,9 @@ def log_density(d: Any, x: Tensor) -> Tensor:
         inner = log_density(d.base_dist, x)
         if isinstance(d._mask, bool):
             return inner if d._mask else torch.zeros_like(plain(inner))
-        return torch.where(d._mask, inner, torch.zeros((), dtype=plain(inner).dtype))
+        return torch.where(
+            d._mask, inner, torch.zeros((), dtype=plain(inner).dtype, device=plain(inner).device)
+        )
     if isinstance(d, dist.ExpandedDistribution):
         return log_density(d.base_dist, x).expand(d.batch_shape)
     rule = _lookup(type(d))

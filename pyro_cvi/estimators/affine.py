@@ -74,7 +74,7 @@ def flatten(e: Expression) -> Expression:
         terms = [t for t in terms if t not in fixed]
         for t in fixed:
             pieces = [(o.tensor, o.axes) for o in t.operands if isinstance(o, Const)]
-            value = contract(pieces, e.ndim) if pieces else torch.tensor(1.0)
+            value = contract(pieces, e.ndim) if pieces else torch.tensor(1.0, device="cpu")
             constant = constant + t.coefficient * value
     return Expression(e.shape, constant, tuple(terms))
 
@@ -307,7 +307,7 @@ class Affine:
         for t in self._means:
             total = t(moments, self.ndim) + total
         assert isinstance(total, Tensor) or not self.expression.terms
-        return total if isinstance(total, Tensor) else torch.tensor(total)
+        return total if isinstance(total, Tensor) else torch.tensor(total, device="cpu")
 
     @cached_property
     def _means(self) -> list[TermMean]:

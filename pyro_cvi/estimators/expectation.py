@@ -108,13 +108,17 @@ class Expectation:
                 value = coefficient * value
             first = not isinstance(total, Tensor) and total == 0
             total = value if first else value + total  # tables of a large plate are not copied
-        return total if isinstance(total, Tensor) else torch.tensor(total)
+        return total if isinstance(total, Tensor) else torch.tensor(total, device="cpu")
 
     def magnitude(self, moments: Moments) -> Tensor:
         """Like the value, with the size of each term in the place of the term."""
         ndim = len(self.shape)
         constant = self.constant
-        total = constant.abs() if isinstance(constant, Tensor) else torch.tensor(abs(constant))
+        total = (
+            constant.abs()
+            if isinstance(constant, Tensor)
+            else torch.tensor(abs(constant), device="cpu")
+        )
         for coefficient, consts, components in self.terms:
             pieces = [*consts, *((c(moments), c.axes) for c in components)]
             total = (coefficient * contract(pieces, ndim)).abs() + total

@@ -136,7 +136,9 @@ def _selections(index: Tensor, shape: tuple[int, ...]) -> list[Selection] | None
         (axis,) = moving
         used.add(axis)
         line = coordinates[axis].clone()
-        every = line.numel() == size and bool((line == torch.arange(size).to(line)).all())
+        every = line.numel() == size and bool(
+            (line == torch.arange(size, device=line.device)).all()
+        )
         found.append((axis, None if every else line))
     return found if all(i in used or index.shape[i] == 1 for i in range(n)) else None
 
@@ -233,7 +235,7 @@ def _labels(pieces: Sequence[Labelled]) -> set[int]:
 
 def _contracted(pieces: Sequence[Labelled], target: Axes, number: float) -> Tensor:
     if not pieces or number == 0:
-        return torch.tensor(number if not pieces else 0.0, dtype=torch.float64)
+        return torch.tensor(number if not pieces else 0.0, dtype=torch.float64, device="cpu")
     return contract_to(pieces, target) * number
 
 

@@ -151,7 +151,7 @@ class _ByQuadrature:
 
 def _legendre(n: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights on [-1, 1], from the eigenvectors of the Jacobi matrix."""
-    k = torch.arange(1, n, dtype=torch.float64)
+    k = torch.arange(1, n, dtype=torch.float64, device="cpu")
     off = k / (4 * k.square() - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return nodes, 2 * vectors[0].square()

@@ -57,7 +57,8 @@ class Unconstrained(dist.TorchDistribution):
         sample_shape = torch.Size(sample_shape)
         if isinstance(peel(self.constrained), dist.ImproperUniform):
             shape = self.shape(sample_shape)
-            return torch.empty(shape).uniform_(-_SPREAD, _SPREAD)
+            # it has no parameter that would tell where it is
+            return torch.empty(shape, device=None).uniform_(-_SPREAD, _SPREAD)
         with torch.no_grad():
             u: Tensor = self.transform.inv(self.constrained.sample(sample_shape))
             return torch.where(u.isfinite(), u, torch.zeros_like(u))
@@ -93,7 +94,7 @@ def log_jacobian(transform: Any, u: Any, x: Any, event_dim: int) -> Any:
 
 
 def _median(d: Any) -> Tensor:
-    value: Tensor = d.icdf(torch.tensor(0.5))
+    value: Tensor = d.icdf(torch.tensor(0.5, device="cpu"))
     return value
 
 

@@ -88,6 +88,7 @@ def partition(size: int, couplings: Sequence[CellIndices], device: torch.device)
     joined.
     """
     label = torch.arange(size, device=device)
+    couplings = [(c, [(index.to(device), axes) for index, axes in r]) for c, r in couplings]
     while True:
         before = label
         for cell_axes, reads in couplings:

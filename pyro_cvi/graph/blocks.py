@@ -218,7 +218,9 @@ def _inner_stats(o: Operand, refs: Mapping[str, SiteRef]) -> Coupling:
 
 
 def _whole(ref: SiteRef) -> Stat:
-    return Stat(ref, Statistic(), torch.arange(math.prod(ref.shape)), (fresh_label(),))
+    return Stat(
+        ref, Statistic(), torch.arange(math.prod(ref.shape), device="cpu"), (fresh_label(),)
+    )
 
 
 def _opaque_sites(e: Expression) -> list[frozenset[str]]:

@@ -46,7 +46,7 @@ def _factor_value(name: str, site: Any) -> Tensor:
         result: Tensor = fn.log_factor
         return result
     if isinstance(site["mask"], Tensor) and not bool(site["mask"].any()):
-        return torch.zeros(fn.batch_shape)  # nothing of it counts
+        return torch.zeros(fn.batch_shape, device=value.device)  # nothing of it counts
     if site["is_observed"] and isinstance(site["mask"], Tensor):
         value = fill_masked(value, site["mask"], fn)
     try:

@@ -399,7 +399,7 @@ class Evaluator:
 
         Returns the part of the bound that their own form stands for, with its graph.
         """
-        total = torch.zeros(())
+        total = torch.zeros((), device="cpu")
         for block in self.plan.blocks:
             if isinstance(block.form, Process) and block.form.learnt is not None:
                 belief = self.beliefs[block.name]
@@ -411,7 +411,7 @@ class Evaluator:
         return total
 
     def entropy(self) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device="cpu")
         for b in self.plan.blocks:
             total = self.beliefs[b.name].entropy() * b.scale + total
         return total
@@ -420,8 +420,13 @@ class Evaluator:
         """The ELBO without the sampled factors' part."""
         if not self.shards.plates:
             values = self._values([f for f in self.plan.factors if not f.sampled])
-            total = torch.stack([v.reshape(()) for v in values]).sum() if values else 0.0
-            return float(self.entropy() + total)
+            entropy = self.entropy()  # some value may be a number, which is nowhere
+            total = (
+                torch.stack([v.reshape(()).to(entropy.device) for v in values]).sum()
+                if values
+                else 0.0
+            )
+            return float(entropy + total)
         spread, rest = self.split_expectations()
         for b in self.plan.blocks:
             entropy = self.beliefs[b.name].entropy() * b.scale
@@ -447,7 +452,7 @@ class Evaluator:
 
     def split_expectations(self) -> tuple[Tensor, Tensor]:
         """Sums of E_q[log p] with their graphs: of factors that are spread, and of the others."""
-        parts = [torch.zeros(()), torch.zeros(())]
+        parts = [torch.zeros((), device="cpu"), torch.zeros((), device="cpu")]
         for f in self.plan.factors:
             if not f.sampled:
                 i = 0 if self.shards.hold(f.plates) else 1

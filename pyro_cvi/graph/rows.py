@@ -102,7 +102,7 @@ class RowSites:
         self._sites: dict[_Key, Tensor] = {}
         self._earlier: Tensors | None = None
         self._centre: Tensor | None = None
-        self._sum = self._next = _Sum(torch.zeros(full, dtype=torch.bool))
+        self._sum = self._next = _Sum(torch.zeros(full, dtype=torch.bool, device="cpu"))
         self._undo: tuple[Tensor, dict[_Key, Tensor], _Sum, _Sum] | None = None
 
     @property

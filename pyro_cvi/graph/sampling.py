@@ -88,7 +88,7 @@ class Estimate:
     @property
     def error(self) -> float:
         """The standard error of `value`, as if draws were independent."""
-        values = torch.tensor(self.values, dtype=torch.float64)
+        values = torch.tensor(self.values, dtype=torch.float64, device="cpu")
         return float(values.std()) / len(values) ** 0.5
 
 
@@ -159,7 +159,7 @@ class Sampler:
         differ by the beliefs alone. The seed does not disturb Pyro's own random state.
         """
         if seed is None and self.shards.plates:
-            seed = self.shards.seed(int(torch.randint(2**31, ())))
+            seed = self.shards.seed(int(torch.randint(2**31, (), device="cpu")))
         if seed is None:
             return self._estimate(evaluator, control, gradient, parameters, groups, only, local)
         with torch.random.fork_rng():
@@ -380,7 +380,7 @@ class Sampler:
             symbolic, self.plan.blocks, self.plan.structure.fresh(), stacked=False
         )
         moments, probabilities = moments_of(self.plan, evaluator.leaves, evaluator.beliefs)
-        total = torch.zeros(())
+        total = torch.zeros((), device="cpu")
         for f in factors:
             value = f(moments, probabilities)
             if self._share != 1 and not self.shards.hold(f.plates):
@@ -425,7 +425,9 @@ class Sampler:
         assert isinstance(belief, FamilyBelief)
         if self.by_score & set(block.sites):
             drawn = torch.stack([d[block.name].raw for d in draws])
-            return _family_score(belief, drawn, torch.tensor(values, dtype=drawn.dtype))
+            return _family_score(
+                belief, drawn, torch.tensor(values, dtype=drawn.dtype, device=drawn.device)
+            )
         per_leaf = [g[block.name] for g in grads if block.name in g]
         raw = [_average(parts, len(draws)) for parts in zip(*per_leaf, strict=True)]
         gradient = tuple(

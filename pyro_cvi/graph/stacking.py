@@ -24,6 +24,7 @@ from pyro_cvi.algebra.expression import (
     SiteRef,
     Stat,
     Term,
+    device_of,
 )
 from pyro_cvi.estimators.moments import Structure
 from pyro_cvi.families import GAUSSIAN
@@ -179,7 +180,7 @@ def _stacked_constant(constants: Sequence[Tensor | float], like: Expression) -> 
     if not isinstance(constants[0], Tensor):
         if all(c == constants[0] for c in constants):
             return constants[0]
-        tensors = [torch.tensor(c, dtype=_dtype(like)) for c in constants]
+        tensors = [torch.tensor(c, dtype=_dtype(like), device=device_of(like)) for c in constants]
     else:
         tensors = [c for c in constants if isinstance(c, Tensor)]
         if _all_same(tensors):
@@ -207,8 +208,9 @@ def _stacked_term(parts: Sequence[Term], ndim: int, structure: Structure) -> Ter
     coefficients = [t.coefficient for t in parts]
     if all(c == coefficients[0] for c in coefficients):
         return Term(first.coefficient, tuple(operands))
-    dtype = _dtype(Expression((), 0.0, (first,)))
-    varying = Const(torch.tensor(coefficients, dtype=dtype), (new,))
+    like = Expression((), 0.0, (first,))
+    values = torch.tensor(coefficients, dtype=_dtype(like), device=device_of(like))
+    varying = Const(values, (new,))
     return Term(1.0, (varying, *operands))
 
 

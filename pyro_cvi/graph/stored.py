@@ -44,10 +44,10 @@ class Batches:
     """
 
     def __init__(self, full: int, first: Tensor) -> None:
-        rest = torch.ones(full, dtype=torch.bool)
+        rest = torch.ones(full, dtype=torch.bool, device="cpu")
         rest[first.cpu()] = False
         others = rest.nonzero().reshape(-1)
-        self._order = torch.cat([first.cpu(), others[torch.randperm(len(others))]])
+        self._order = torch.cat([first.cpu(), others[torch.randperm(len(others), device="cpu")]])
         self._next = 0
 
     def next(self, size: int) -> Tensor:
@@ -83,9 +83,9 @@ class SiteMessages:
 
     def __init__(self, full: int, *, fitted: bool) -> None:
         self.full, self.fitted = full, fitted
-        self._index = self._counted = torch.zeros(0, dtype=torch.long)
+        self._index = self._counted = torch.zeros(0, dtype=torch.long, device="cpu")
         self._rows: dict[str, RowSites] = {}
-        self._owner = torch.full((full,), 0 if fitted else -1)
+        self._owner = torch.full((full,), 0 if fitted else -1, device="cpu")
         self._slots: dict[int, _Slot] = {0: _Slot(full, full)} if fitted else {}
         self._sums: dict[str, Tensors] = {}
         self._centre: dict[str, Tensor] = {}
@@ -206,7 +206,7 @@ class SiteMessages:
 
 def _first(window: Tensor, own: int) -> Tensor:
     """Which elements of a window are among its first `own`, and not there before."""
-    order = torch.arange(len(window))
+    order = torch.arange(len(window), device=window.device)
     places = order.new_full((int(window.max()) + 1,), len(window))
     places = places.scatter_reduce(0, window, order, "amin")
     return (places[window] == order) & (order < own)

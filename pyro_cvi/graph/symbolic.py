@@ -207,7 +207,7 @@ def _one_state(fn: Any) -> Tensor | None:
         support = fn.enumerate_support(expand=False)
     except NotImplementedError:
         return None
-    state: Tensor = support[int(torch.randint(len(support), ()))]
+    state: Tensor = support[int(torch.randint(len(support), (), device="cpu"))]
     return state
 
 

@@ -88,7 +88,7 @@ class Placement:
 
     def spread(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors for all elements, each like the first of the window."""
-        first = {p.name: torch.zeros(p.full, dtype=torch.long) for p in self.parts}
+        first = {p.name: torch.zeros(p.full, dtype=torch.long, device="cpu") for p in self.parts}
         return tuple(t.clone() for t in self.take(tensors, first))
 
     def fresh(
@@ -166,10 +166,12 @@ class GaussianPlacement(Placement):
         return Layout(names, shapes, elements, positions, cells * self.count, self.width)
 
     def _elements(self, window: Window) -> Tensor:
-        cell = torch.zeros((), dtype=torch.long)
+        cell = torch.zeros((), dtype=torch.long, device="cpu")
         for p in self.parts:
             cell = cell.unsqueeze(-1) * p.full + window[p.name].cpu()
-        return (cell.reshape(-1, 1) * self.count + torch.arange(self.count)).reshape(-1)
+        return (cell.reshape(-1, 1) * self.count + torch.arange(self.count, device="cpu")).reshape(
+            -1
+        )
 
     def take(self, whole: tuple[Tensor, ...], window: Window) -> tuple[Tensor, ...]:
         index = self._elements(window)

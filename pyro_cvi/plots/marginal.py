@@ -173,7 +173,9 @@ def _grid(draws: Tensor) -> Tensor:
     levels = draws.new_tensor([0.001, 0.999])
     low, high = draws.quantile(levels, dim=0)
     high = torch.maximum(high, low + 1e-12)
-    return low + (high - low) * torch.linspace(0, 1, _NODES, dtype=draws.dtype).unsqueeze(-1)
+    return low + (high - low) * torch.linspace(
+        0, 1, _NODES, dtype=draws.dtype, device=draws.device
+    ).unsqueeze(-1)
 
 
 def _density(law: Any, grid: Tensor) -> Tensor | None:
@@ -217,7 +219,7 @@ def _behind(ax: Any, prior: Any, grid: Tensor) -> None:
     low, high = float(grid.min()), float(grid.max())
     style = {"color": "0.55", "linewidth": 1.2, "linestyle": "--", "label": "prior"}
     if hasattr(prior, "log_prob"):
-        x = torch.linspace(low, high, _NODES, dtype=torch.float64)
+        x = torch.linspace(low, high, _NODES, dtype=torch.float64, device="cpu")
         each = x.unsqueeze(-1).expand(-1, max(math.prod(_shape(prior)), 1))
         density = _density(prior, each)
         if density is not None:
@@ -233,7 +235,7 @@ def _behind(ax: Any, prior: Any, grid: Tensor) -> None:
     if len(inside):  # as a share of all draws, not of those in view
         width = (high - low) / _BINS
         heights = torch.histc(inside, _BINS, low, high) / (len(draws) * width)
-        edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64)
+        edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64, device="cpu")
         ax.stairs(heights.numpy(), edges.numpy(), **style)
 
 
@@ -265,7 +267,7 @@ def _bars(ax: Any, values: list[str], p: Tensor, prior: Any) -> None:
         ax.bar(values, p[0].numpy(), color=COLOURS[0], width=0.8)
         q = None if prior is None or not hasattr(prior, "log_prob") else _probabilities(prior)
         if q is not None:
-            place = torch.arange(len(values)) + 0.0
+            place = torch.arange(len(values), device="cpu") + 0.0
             ax.hlines(
                 q[1][0].numpy(),
                 (place - 0.4).numpy(),
@@ -281,7 +283,7 @@ def _bars(ax: Any, values: list[str], p: Tensor, prior: Any) -> None:
         if len(values) <= _FEW
         else [str(0.1 + 0.8 * k / len(values)) for k in range(len(values))]
     )
-    floor = torch.zeros(len(p), dtype=p.dtype)
+    floor = torch.zeros(len(p), dtype=p.dtype, device=p.device)
     for k, value in enumerate(values):
         ax.bar(
             range(len(p)), p[:, k].numpy(), bottom=floor.numpy(), width=1.0,

@@ -278,6 +278,39 @@ def test_the_loss_is_pyros_own_of_model_and_guide():
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
+def test_a_state_dict_serves_a_guide_that_has_seen_no_data():
+    """mu in two columns: given the codes they are two blocks, and without them one prior of two."""
+
+    def columns(x):
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", N, subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(mu, 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x)
+
+    def other(x):
+        with pyro.plate("data", N, subsample_size=len(x)):
+            pyro.sample("z", dist.Normal(x / 2, 0.7).to_event(1))
+
+    x, fits = torch.randn(N, 2) + 1.0, []
+    for _ in range(2):
+        guide = beside(columns, "z", other)
+        fits.append(CVI(columns, guide))
+    for rows in x.split(10):
+        fits[0].step(rows)
+    known, fresh = (f.guide for f in fits)
+    fresh.load_state_dict(known.state_dict())
+    fresh(x[:3])  # the first call draws numbers more, to see the model
+    draws = []
+    for guide in (known, fresh):
+        pyro.set_rng_seed(1)
+        draws.append(guide(x[:3]))
+    assert all(torch.equal(draws[1][n], v) for n, v in draws[0].items())
+    assert torch.equal(fresh[0].posterior("mu").mean, known[0].posterior("mu").mean)
+    fits[1].step(x[:10])
+    # It goes on from there: the prior and the rows of the step give mu the precision 1 + N.
+    assert fresh[0].posterior("mu").variance == pytest.approx(1 / (1 + N), rel=1e-6)
+
+
 def mixture(x, full=None):
     w = pyro.sample("w", dist.Dirichlet(torch.full((3,), 20.0)))
     with pyro.plate("components", 3):

@@ -39,11 +39,13 @@ def mixture(x):
 
 
 def sampled(x):
+    """A network of two hidden units: more predictors than quadrature takes."""
     scale = param("scale", torch.tensor(1.0))
-    v = sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    u = sample("u", dist.Normal(0.0, 1.0))
+    v = sample("v", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
+    u = sample("u", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with plate("rows", N, subsample_size=B) as i:
-        sample("y", dist.Bernoulli(logits=scale * (x[i] @ v).tanh() * u), obs=(x[i, 0] > 0).float())
+        logits = scale * ((x[i] @ v).tanh() @ u)
+        sample("y", dist.Bernoulli(logits=logits), obs=(x[i, 0] > 0).float())
 
 
 def alone(model):
@@ -87,6 +89,7 @@ def test_steps_leave_no_tensors_behind(kind):
     batch = x[:B] if kind == "hybrid" else x
     for _ in range(10):
         cvi.step(batch)
+    assert (kind == "sampled") == any(e.how == "sampled" for e in cvi.explain().edges)
     before = live_tensors()
     for _ in range(steps):
         cvi.step(batch)
