@@ -484,7 +484,9 @@ class Rows(nn.Module):
             pyro.sample("z", dist.Normal(x / 2, self.width))
 
 
-@pytest.mark.parametrize("part", [encode_rows, Rows(), partial(encode_rows)], ids=repr)
+@pytest.mark.parametrize(
+    "part", [encode_rows, Rows(), partial(encode_rows)], ids=["function", "module", "partial"]
+)
 def test_functions_and_modules_are_parts_that_pickle_and_copy(part):
     x, guide = data(), beside(model, "z", part)
     CVI(model, guide, optim=pyro.optim.Adam({"lr": 0.01})).step(x)
