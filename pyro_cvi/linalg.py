@@ -139,14 +139,19 @@ def precision_to_scale_tril(precision: Tensor) -> Tensor:
 
 
 def without_repeats(x: Tensor, ndim: int) -> Tensor:
-    """A view of size one along those of the first `ndim` axes along which all values are the same."""
+    """A view of size one along those of the first `ndim` axes along which all values are the same.
+
+    Of a tensor with a gradient only expanded axes count: equal values may be of different origins.
+    """
     for d in range(ndim):
         n = x.shape[d]
         if n < 2 or not x.numel():
             continue
         first = x.narrow(d, 0, 1)
         if x.stride(d) == 0 or (
-            torch.equal(x.narrow(d, n - 1, 1), first) and torch.equal(x, first.expand_as(x))
+            not x.requires_grad
+            and torch.equal(x.narrow(d, n - 1, 1), first)
+            and torch.equal(x, first.expand_as(x))
         ):
             x = first
     return x

@@ -57,6 +57,8 @@ _ROUNDS, _SETTLED = 50, 1e-6
 """Rounds over several local blocks, and nats per scalar below which they have settled."""
 _TERMS, _NEGLIGIBLE = 50, 1e-4
 """Rounds for (1 - dT/dq)^-1, and the relative change below which they end."""
+_STUCK = 0.1
+"""Change in a last round, relative to what was given, of rows whose derivative has not been found."""
 _SIZES = 16
 """Shapes of the latent sites (minibatches, lengths of sequences) whose analyses are remembered."""
 
@@ -461,6 +463,7 @@ def _start(prepared: Prepared, block: Block, potentials: Potentials) -> Belief:
     for site, law in zip(block.sites, laws, strict=True):
         assert law is not None
         mean, variance = (x.detach().reshape(-1) for x in (law.mean, law.variance))
+        variance = variance.clamp(min=torch.finfo(variance.dtype).tiny ** 0.5)
         if loc is None:
             loc = mean.new_zeros(layout.count, layout.width)
             precision = torch.ones_like(loc)
@@ -471,10 +474,19 @@ def _start(prepared: Prepared, block: Block, potentials: Potentials) -> Belief:
 
 
 def _settled(plan: Plan, beliefs: dict[str, Belief]) -> dict[str, Belief]:
-    """The local blocks at their optimum given the others; states first, for they start anywhere."""
+    """The local blocks at their optimum given the others.
+
+    States start at what their sites' potentials say, and at random about it: a row between two clusters
+    would else rest at the saddle between them.
+    """
     evaluator, sweeper = Evaluator(plan, beliefs), Sweeper("stochastic", 1.0, 0.7)
     first, *others = local = [b for b in plan.blocks if b.placement is not None]
-    for b in (*reversed(others), *local):  # an ordinary round, with its checks
+    for b in [b for b in reversed(others) if b.is_discrete]:
+        sweeper.deterministic(evaluator, b)
+        pairs = zip(evaluator.beliefs[b.name].tensors, beliefs[b.name].tensors, strict=True)
+        noisy = evaluator.beliefs[b.name].like([found + noise for found, noise in pairs])
+        evaluator.set(b.name, beliefs[b.name] if noisy is None else noisy)
+    for b in local:  # an ordinary round, with its checks
         sweeper.deterministic(evaluator, b)
     if not others:
         return evaluator.beliefs
@@ -581,7 +593,8 @@ class _Fixed:
             known = zip(self._solved[1], given, self._solved[0], strict=True)
             total = [u + g - h for u, g, h in known]
         live = [i for i, t in enumerate(self.after) if t.requires_grad]
-        mixing = RowMixing(_rows(self._last, self.blocks[1:]))
+        rows = _rows(self._last, self.blocks[1:])
+        mixing = RowMixing(rows)
         for _ in range(_TERMS):
             with torch.enable_grad():
                 moved = torch.autograd.grad(
@@ -595,6 +608,10 @@ class _Fixed:
                 total = [*given[:first], *end]
                 break
             total = [*given[:first], *mixing.mixed(end, change)]
+        else:  # rows at a point that rounds lead away from have the derivative of one round
+            stuck = ~(_lengths(change, rows) <= _STUCK * _lengths(given[first:], rows))
+            pairs = zip(given[first:], total[first:], strict=True)
+            total = [*given[:first], *(_rowwise(stuck, g, u) for g, u in pairs)]
         self._solved = given, total
         return tuple(total)
 
@@ -615,6 +632,18 @@ class _ImplicitGradient(torch.autograd.Function):
 def _norm(tensors: Sequence[Tensor]) -> float:
     """Over all rows: gradients are sums over them, and a few slow ones need not hold up the rest."""
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
+
+
+def _lengths(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """The norm of each row; infinite where it is not finite."""
+    squares = torch.stack([t.reshape(rows, -1).square().sum(-1) for t in tensors]).sum(0)
+    return squares.sqrt().nan_to_num(nan=math.inf)
+
+
+def _rowwise(here: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The rows of `a` where `here`, else those of `b`."""
+    rows = len(here)
+    return torch.where(here[:, None], a.reshape(rows, -1), b.reshape(rows, -1)).reshape(a.shape)
 
 
 def _means(belief: Belief) -> tuple[Tensor, ...]:

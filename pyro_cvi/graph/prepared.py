@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_cvi.densities import sites_inside
 from pyro_cvi.errors import CVIError, ModelError, message
-from pyro_cvi.families import BETA, DIRICHLET
+from pyro_cvi.families import BETA, DIRICHLET, Unconstrained
 from pyro_cvi.graph.check import (
     all_opaque,
     checked,
@@ -113,8 +113,9 @@ class Prepared:
         latents = self.plan.latents
         if self.call is None or all(x.prior is not None for x in latents.values()):
             return self.plan
-        call = self.call
+        call, random = self.call, torch.get_rng_state()
         trace = first_run(call.model, call.args, call.kwargs, call.subsample)
+        torch.set_rng_state(random)  # whether this was needed must not be seen in the draws
         found, _ = describe_latents(trace)
         fresh = {
             n: replace(x, prior=found[n].prior, value=found[n].value) for n, x in latents.items()
@@ -265,7 +266,7 @@ def _prepared_like(
     if signature(trace, latents) != previous.key:
         return None
     check_data(trace)
-    latents = {n: replace(x, prior=_prior_of(trace.nodes[n]["fn"], x)) for n, x in latents.items()}
+    latents = {n: _with_prior(x, trace.nodes[n]["fn"]) for n, x in latents.items()}
     symbolic = _lose(replace(symbolic, latents=latents), previous.lost)
     indices, chunk = subsample_values(trace), chunk or {}
     parts = _parts(trace, chunk, frozenset(previous.parts))
@@ -274,11 +275,15 @@ def _prepared_like(
     around = {n: _parts_around(x, parts) for n, x in latents.items()}
     drawn = beside is not None
     plan = _planned(symbolic, trace, max_dense_dim, around, previous.plan, drawn, bool(spread))
+    if not (plan.stochastic or plan.learns or chunk):
+        return None  # whole data: the plan may serve again, by a fingerprint of its own
     check_local_data(plan, parts)
     return replace(
         previous,
         plan=plan,
         subsample=indices,
+        point={},
+        fingerprint=(),
         trace=trace,
         parameters={**_parameters(trace), **(beside or {})},
         window={n: chunk[n][1] if n in chunk else indices[n] for n in parts},
@@ -289,10 +294,11 @@ def _prepared_like(
     )
 
 
-def _prior_of(fn: Any, latent: Latent) -> Any:
-    """The prior of a symbolic run, if no other latent enters it."""
+def _with_prior(latent: Latent, fn: Any) -> Latent:
+    """The latent with its prior in a symbolic run, if no other latent enters that."""
     is_known = tuple(fn.batch_shape) == latent.batch_shape and not sites_inside(fn)
-    return fn if is_known else None
+    support = fn.constrained.support if isinstance(fn, Unconstrained) else None
+    return replace(latent, prior=fn if is_known else None, own_support=support)
 
 
 def is_stream(

@@ -21,7 +21,12 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
-from torch.distributions.transforms import AffineTransform, ComposeTransform, IndependentTransform
+from torch.distributions.transforms import (
+    AffineTransform,
+    ComposeTransform,
+    IndependentTransform,
+    Transform,
+)
 
 from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
 from pyro_cvi.algebra.latent import (
@@ -433,40 +438,55 @@ def _describe(site: Any, nesting: int) -> Latent:
 def signature(trace: poutine.Trace, latents: Mapping[str, Latent]) -> tuple[Any, ...] | None:
     """What latents are described by, as a symbolic run shows it: two runs that share it share them.
 
-    None where a latent is masked: what that leaves of it depends on more.
+    None where a latent is masked, for what that leaves of it depends on more; where it is new; and where
+    its bijection has parameters that are not known. Classes go by their names, so that it can be saved.
     """
     entries: list[Any] = []
     for name, site in trace.nodes.items():
         if not is_factor_site(site):
             continue
         fn, value, mask = site["fn"], site["value"], site["mask"]
-        is_latent = name in latents and not site["is_observed"]
-        if is_latent and mask is not None and mask is not True:
+        is_latent = not site["is_observed"]
+        if is_latent and (name not in latents or (mask is not None and mask is not True)):
             return None
         core = peel(fn.constrained if isinstance(fn, Unconstrained) else fn)
         frames = tuple((f.name, f.dim, f.size, full_size(f)) for f in site["cond_indep_stack"])
-        entries.append((name, is_latent, type(fn), type(core), frames))
+        entries.append((name, is_latent, _class_of(fn), _class_of(core), frames))
         entries.append((tuple(fn.batch_shape), tuple(fn.event_shape)))
         if isinstance(value, Tensor):
             entries.append((tuple(value.shape), value.dtype, value.device))
         if is_latent:
-            entries.append(
-                (site["infer"].get("posterior"), _key_of(getattr(fn, "transform", None)))
-            )
+            bijection = _key_of(fn.transform) if isinstance(fn, Unconstrained) else ()
+            if bijection is None:
+                return None
+            entries.append((site["infer"].get("posterior"), bijection))
             entries.append(_values_of(name, fn))
     return tuple(entries)
 
 
-def _key_of(transform: Any) -> Any:
-    """What a bijection is made of; itself, where that is not known."""
+def _class_of(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _key_of(transform: Any) -> tuple[Any, ...] | None:
+    """What a bijection is made of; None where that is not known."""
+    parts: list[Any] = []
+    own: tuple[Any, ...] = ()
     if isinstance(transform, IndependentTransform):
-        inner = _key_of(transform.base_transform)
-        return "independent", transform.reinterpreted_batch_ndims, inner
-    if isinstance(transform, ComposeTransform):
-        return "compose", *(_key_of(part) for part in transform.parts)
-    if isinstance(transform, AffineTransform):
-        return "affine", transform.event_dim, digest(transform.loc), digest(transform.scale)
-    return transform
+        parts, own = [transform.base_transform], (transform.reinterpreted_batch_ndims,)
+    elif isinstance(transform, ComposeTransform):
+        parts = transform.parts
+    elif isinstance(transform, AffineTransform):
+        own = transform.event_dim, digest(transform.loc), digest(transform.scale)
+    elif any(not _is_cache(n, v) for n, v in vars(transform).items() if v is not None):
+        return None
+    inner = [_key_of(part) for part in parts]
+    return None if None in inner else (_class_of(transform), *own, *inner)
+
+
+def _is_cache(name: str, value: Any) -> bool:
+    """Whether an attribute of a bijection says nothing of it, as a weak reference to its inverse."""
+    return name.startswith("_cache") or (name == "_inv" and not isinstance(value, Transform))
 
 
 def _values_of(name: str, fn: Any) -> Any:

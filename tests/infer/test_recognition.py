@@ -569,3 +569,65 @@ def test_what_an_encoder_may_not_give_is_refused(recognise, options, words):
     guide.append(Recognition(mixture, recognise, own, **options))
     with pyro.validation_enabled(False), pytest.raises(CVIError, match=words):
         CVI(mixture, guide).step(torch.randn(N, D))
+
+
+def _between(eps, scale):
+    """One row between two clusters: the mean and variance of its q(z), given its potential."""
+
+    def model(x):
+        pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 12, subsample_size=len(x)):
+            c = pyro.sample("c", dist.Categorical(torch.ones(2) / 2))
+            z = pyro.sample("z", dist.Normal(torch.tensor([-2.0, 2.0])[c], 0.5))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    _, _, part = guide_of(model, lambda x: {"z": dist.Normal(eps, scale)})
+    trace = poutine.trace(part).get_trace(torch.zeros(len(eps)))
+    law = trace.nodes["_Recognition_z"]["fn"]
+    while not hasattr(law, "covariance_matrix"):
+        law = law.base_dist
+    return law.mean.reshape(-1), law.variance.reshape(-1)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-4])
+def test_a_row_between_two_clusters_goes_to_one_of_them(eps):
+    """Given c the mean is (4 (+-2) + eps) / 5; the other state has odds of exp(-12.8), or less."""
+    at = torch.full((4,), eps, requires_grad=True)
+    mean, _ = _between(at, torch.ones(4))
+    torch.testing.assert_close(mean.detach().abs(), torch.full((4,), 1.6), rtol=1e-3, atol=0.0)
+    (slope,) = torch.autograd.grad(mean.sum(), at)
+    torch.testing.assert_close(slope, torch.full((4,), 0.2), rtol=1e-3, atol=0.0)
+
+
+def test_rows_with_equal_precisions_have_gradients_of_their_own():
+    """Var q = 1 / (4 + s^-2), whatever the state: its slope in s is 2 s^-3 Var^2 = 2 / 25 at s = 1."""
+    scale = torch.ones(4, requires_grad=True)
+    _, variance = _between(torch.zeros(4), scale)
+    (slope,) = torch.autograd.grad((variance * torch.tensor([1.0, 2.0, -3.0, 4.0])).sum(), scale)
+    torch.testing.assert_close(slope, torch.tensor([1.0, 2.0, -3.0, 4.0]) * 2 / 25)
+
+
+def test_rows_without_a_potential_draw_alike_after_a_fit_is_loaded():
+    def model(x):
+        tau = pyro.sample("tau", dist.Gamma(2.0, 1.0))
+        with pyro.plate("rows", 12, subsample_size=len(x)):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            b = pyro.sample("b", dist.Normal(a, tau.rsqrt()))
+            pyro.sample("x", dist.Normal(b, 1.0), obs=x)
+
+    def fit():
+        guide, _, _ = guide_of(
+            model, lambda x: {"a": dist.Normal(x, 1.0), "b": None}, hide=("a", "b")
+        )
+        return CVI(model, guide)
+
+    x, file = torch.linspace(-1, 1, 4), io.BytesIO()
+    cvi = fit()
+    for _ in range(6):
+        cvi.step(x)
+    cvi.save(file)
+    known = [cvi.step(x) for _ in range(4)]
+    file.seek(0)
+    again = fit()
+    again.load(file)
+    assert [again.step(x) for _ in range(4)] == known

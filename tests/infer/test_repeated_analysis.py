@@ -5,6 +5,8 @@ The oracle is the same fit with every step analysed from an ordinary run on: one
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -192,6 +194,30 @@ def a_latent_that_is_observed_now() -> Case:
     return Case(model, lambda step: (step,), ("z",), "gone: ['w']")
 
 
+def a_site_that_is_observed_no_more() -> Case:
+    def model(step: int) -> None:
+        shift = pyro.param("shift", torch.tensor(0.1))
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 12):
+            pyro.sample("y", dist.Normal(z + shift, 1.0), obs=Y if step < 6 else None)
+
+    return Case(model, lambda step: (step,), ("z",), "new: ['y']")
+
+
+def other_data_for_all_rows() -> Case:
+    """Whole data after minibatches: the plan of one must not be taken for that of the other."""
+
+    def model(y: Tensor, i: Tensor) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+        with pyro.plate("rows", 12, subsample=i):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
+
+    def batch(step: int) -> tuple[Any, ...]:
+        return (Y, _rows(step)) if step < 9 else (Y + 5 * (step % 2), torch.arange(12))
+
+    return Case(model, batch, ("mu",))
+
+
 def a_model_that_cannot_run_on_symbols() -> Case:
     def model(x: Tensor, y: Tensor) -> None:
         scale = pyro.param("scale", torch.tensor(0.5), constraint=dist.constraints.positive)
@@ -209,7 +235,7 @@ CASES = [
     prior_of_another_family,
     priors_that_change, a_factor_more, batches_of_several_sizes, masked_local_sites,
     data_that_are_not_finite, states_more, a_latent_that_is_observed_now,
-    a_model_that_cannot_run_on_symbols,
+    a_site_that_is_observed_no_more, other_data_for_all_rows, a_model_that_cannot_run_on_symbols,
 ]  # fmt: skip
 
 
@@ -292,3 +318,41 @@ def test_recognition_of_batch_after_batch_runs_the_surrogate_on_symbols_alone() 
     before = runs[0]
     cvi.step(Y[:4])
     assert runs[0] == before + 3  # the plates of the rows, the surrogate, the model given the draw
+
+
+def test_whole_data_by_turns_have_the_posterior_of_each() -> None:
+    model, *_ = other_data_for_all_rows()
+    every, cvi = torch.arange(12), CVI(model, AutoCVI(model))
+    for step in range(9):
+        cvi.step(Y, _rows(step))
+    for shift in (0.0, 5.0, 0.0, 5.0, 0.0):
+        cvi.step(Y + shift, every)
+        wanted = (Y + shift).sum() / (12 + 1 / 9)
+        torch.testing.assert_close(cvi.guide.posterior("mu").mean, wanted)
+
+
+def test_support_and_pickle_after_a_fit_is_loaded() -> None:
+    class Local(dist.Normal):
+        """A law that no module has at its top level."""
+
+    def model(i: Tensor) -> None:
+        s = pyro.sample("s", dist.HalfCauchy(1.0))
+        u = pyro.sample("u", dist.Uniform(0.0, 3.0))
+        with pyro.plate("rows", 12, subsample=i):
+            pyro.sample("y", Local(u, 1.0), obs=Y[i])
+            pyro.sample("n", dist.Normal(0.0, s), obs=Y[i])
+
+    cvi = CVI(model, AutoCVI(model))
+    for step in range(5):
+        cvi.step(_rows(step))
+    supports = [cvi.guide.posterior(n).support for n in ("s", "u")]
+    pickle.dumps(cvi.guide)
+    file = io.BytesIO()
+    cvi.save(file)
+    file.seek(0)
+    again = CVI(model, AutoCVI(model))
+    again.load(file)
+    again.step(_rows(5))
+    assert [repr(again.guide.posterior(n).support) for n in ("s", "u")] == [
+        repr(x) for x in supports
+    ]
