@@ -342,7 +342,7 @@ class Sweeper:
 
     def _warn_if_lost(self, evaluator: Evaluator, prepared: Prepared) -> None:
         """After 4, 16, ... passes: is this minibatch's bound far below that of the start?"""
-        scale = max((p.scale for p in prepared.parts.values()), default=1.0)
+        scale = _batches_in_a_pass(prepared)
         passes, left = divmod(self.time + 1, math.ceil(scale))
         if scale == 1 or left or passes not in _CHECKED or not self._origin:
             return
@@ -369,18 +369,19 @@ class Sweeper:
     @property
     def rate(self) -> float:
         """rho_t of the stochastic rule."""
-        return min(1.0, (self.time + self.delay) ** -self.forget)
+        return self._rate_after(self.time)
 
     def _calming(self, prepared: Prepared) -> float:
         """rho_t of the stochastic rule, begun after the passes that come near the optimum."""
-        passes = max((p.scale for p in prepared.parts.values()), default=1.0)
-        time = max(self.time - _EARLY * passes, 0.0)
-        return min(1.0, (time + self.delay) ** -self.forget)
+        return self._rate_after(max(self.time - _EARLY * _batches_in_a_pass(prepared), 0.0))
+
+    def _rate_after(self, steps: float) -> float:
+        """(steps + delay)^-forget, at most one."""
+        return max(steps + self.delay, 1.0) ** -self.forget
 
     def _least_rate(self, prepared: Prepared) -> float:
         """What steps do not fall below where targets drift."""
-        passes = max((p.scale for p in prepared.parts.values()), default=1.0)
-        return 1 / (self.memory * passes) if self.drifts else 0.0
+        return 1 / (self.memory * _batches_in_a_pass(prepared)) if self.drifts else 0.0
 
     def _remembered(
         self, prepared: Prepared, outer: list[Block], fitted: bool
@@ -682,7 +683,7 @@ class Sweeper:
         """
         self.settle_sampled(evaluator, sampler, noisy, fresh=fresh)
         estimate = sampler.estimate(evaluator, self.control, seed=self.next_seed())
-        share = max((p.scale for p in prepared.parts.values()), default=1.0) / _SHARES
+        share = _batches_in_a_pass(prepared) / _SHARES
         slower = max(share, 1 / share)
         rho = min(_FIRST, _FIRST / share) * (1 + self.time / (_WARM * slower)) ** -0.7
         rho = max(rho, self._least_rate(prepared))
@@ -938,6 +939,11 @@ def _shake(evaluator: Evaluator) -> None:
 def _is_symmetric(plan: Plan) -> bool:
     """Whether a local discrete site could stand for components that are alike at the start."""
     return any(b.placement and b.is_discrete for b in plan.blocks)
+
+
+def _batches_in_a_pass(prepared: Prepared) -> float:
+    """How many minibatches hold as many elements as there are."""
+    return max((p.scale for p in prepared.parts.values()), default=1.0)
 
 
 def _elements(block: Block) -> int:

@@ -674,3 +674,18 @@ def test_sampled_factors_in_minibatches_come_to_rest_at_the_optimum_of_all_rows(
         # rho is 0.04 at the end: noise of (5 batches * rho / 2)^0.5 = 0.3 if rows came at random. Each
         # comes once in a pass, which cancels most: 0.06 at most, from six seeds. It was 0.1 to 0.7.
         assert float(apart.max()) < 0.1
+
+
+def test_a_stochastic_rule_without_delay_takes_its_first_batches_for_all_rows():
+    """rho_t = t^-forget, and one at t = 0: mean = 3 sum y / (1 + 12) after each of the first two."""
+    y = torch.arange(12.0)
+
+    def model(i):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 12, subsample=i):
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
+
+    cvi = CVI(model, AutoCVI(model), minibatch="stochastic", delay=0.0)
+    for rows in (torch.arange(4), torch.arange(4, 8)):
+        cvi.step(rows)
+        torch.testing.assert_close(cvi.guide.posterior("mu").mean, 3 * y[rows].sum() / 13)
