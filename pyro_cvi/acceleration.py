@@ -158,10 +158,8 @@ class RowMixing:
         end, residual = self._flat(ends), self._flat(residuals).double()
         if self._ends:
             grown = residual.square().sum(-1) > self._residuals[-1].square().sum(-1)
-            for old, far in zip(
-                self._ends, self._residuals, strict=True
-            ):  # of no weight after this
-                old[grown], far[grown] = end[grown], residual[grown]
+            for old, far in zip(self._ends, self._residuals, strict=True):
+                old[grown], far[grown] = end[grown], residual[grown]  # of no weight after this
         self._ends.append(end.clone())
         self._residuals.append(residual)
         del self._ends[: -_ROW_MEMORY - 1], self._residuals[: -_ROW_MEMORY - 1]

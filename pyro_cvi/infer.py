@@ -38,7 +38,7 @@ from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.hybrid import Draw, HybridGuide, Others, of_elements, split
-from pyro_cvi.linalg import or_zeros, sum_gradients
+from pyro_cvi.linalg import all_finite, or_zeros, sum_gradients
 from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
@@ -974,7 +974,7 @@ class CVI:
             )  # fmt: skip
             grads = [sum_gradients(a, b) for a, b in zip(grads, estimate.parameters, strict=True)]
         for name, g in zip(prepared.parameters, grads, strict=True):
-            if g is not None and not _is_finite(g):
+            if g is not None and not all_finite(g):
                 raise CVIError(
                     message(
                         f"parameter '{name}'",
@@ -996,11 +996,6 @@ def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
     if not value.requires_grad:
         return [None] * len(leaves)
     return list(torch.autograd.grad(value, list(leaves), retain_graph=True, allow_unused=True))
-
-
-def _is_finite(x: Tensor) -> bool:
-    """Whether all elements are: told by their sum, unless that overflows, in one pass over them."""
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def _is_count(x: Any, least: int) -> bool:

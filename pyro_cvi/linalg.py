@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "all_finite",
     "broadcast_shapes",
     "cholesky",
     "inverse_precision",
@@ -41,6 +42,11 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
             if size != 1:
                 result[i] = size
     return tuple(result)
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether all elements are: told by their sum, in one pass over them, unless that overflows."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:

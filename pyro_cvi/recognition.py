@@ -455,21 +455,20 @@ def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) ->
 
 def _start(prepared: Prepared, block: Block, potentials: Potentials) -> Belief:
     """Gaussian sites start at their potentials, all others where a fit starts."""
-    laws = [potentials.get(s) for s in block.sites]
     moved = [s for s in block.sites if prepared.plan.latents[s].transform is not None]
-    if block.layout is None or moved or any(x is None for x in laws):
+    if block.layout is None or moved or any(potentials.get(s) is None for s in block.sites):
         return prepared.start(block)
-    layout, loc = block.layout, None
-    for site, law in zip(block.sites, laws, strict=True):
-        assert law is not None
-        mean, variance = (x.detach().reshape(-1) for x in (law.mean, law.variance))
+    layout = block.layout
+    moments = {
+        s: (x.mean.detach(), x.variance.detach()) for s, x in potentials.items() if s in block.sites
+    }
+    loc = moments[block.sites[0]][0].new_zeros(layout.count, layout.width)
+    precision = torch.ones_like(loc)
+    for site, (mean, variance) in moments.items():
         variance = variance.clamp(min=torch.finfo(variance.dtype).tiny ** 0.5)
-        if loc is None:
-            loc = mean.new_zeros(layout.count, layout.width)
-            precision = torch.ones_like(loc)
         where = (layout.element[site], layout.position[site])
-        loc[where], precision[where] = mean.to(loc.dtype), 1 / variance.to(loc.dtype)
-    assert loc is not None
+        loc[where] = mean.reshape(-1).to(loc.dtype)
+        precision[where] = 1 / variance.reshape(-1).to(loc.dtype)
     return GaussianBelief(loc, torch.diag_embed(precision))
 
 

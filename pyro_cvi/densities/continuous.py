@@ -147,10 +147,8 @@ def dirichlet(d: Any, x: Tensor) -> Tensor:
 @density(torch.distributions.TransformedDistribution)
 def transformed(d: Any, y: Tensor) -> Tensor:
     """log p(x) - log |det dT/dx| of y = T(x), step by step through the transforms."""
-    event_dim, result = (
-        len(d.event_shape),
-        torch.zeros((), dtype=plain(y).dtype, device=plain(y).device),
-    )
+    event_dim, like = len(d.event_shape), plain(y)
+    result = torch.zeros((), dtype=like.dtype, device=like.device)
     for t in reversed(d.transforms):
         x = t.inv(y)
         event_dim += t.domain.event_dim - t.codomain.event_dim

@@ -210,24 +210,17 @@ def prepare(
     plan = _planned(symbolic, trace, max_dense_dim, around, old, beside is not None, bool(spread))
     check_local_data(plan, parts)
     learnt = {**_parameters(trace), **(beside or {})}
-    found = (
-        learnt, parts, window, trace.given, call.depends, age, _sizes(trace), lost,
-        signature(unchecked.trace, latents) if is_read else None, call, unchecked.priors,
+    key = signature(unchecked.trace, latents) if is_read else None
+    found = Prepared(
+        plan, nesting, indices, {}, (), trace, learnt, parts, window, trace.given, call.depends, age,
+        _sizes(trace), lost, key, call, unchecked.priors,
     )  # fmt: skip
     if plan.stochastic or plan.learns:  # analysed afresh at each step
-        return Prepared(plan, nesting, indices, {}, (), trace, *found)
+        return found
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
     point = {n: _towards_mean(latents[n], v, _SHRINK[0]) for n, v in point.items()}
     near = call.plain(point)
-    return Prepared(
-        plan,
-        nesting,
-        call.subsample,
-        {**point, **call.subsample},
-        fingerprint(near),
-        trace,
-        *found,
-    )
+    return replace(found, point={**point, **indices}, fingerprint=fingerprint(near))
 
 
 def _is_analysed_often(previous: Prepared, beside: Mapping[str, Tensor] | None) -> bool:
@@ -265,18 +258,18 @@ def _prepared_like(
     trace = symbolic.trace
     if signature(trace, latents) != previous.key:
         return None
+    indices, chunk = subsample_values(trace), chunk or {}
+    parts, drawn = _parts(trace, chunk, frozenset(previous.parts)), beside is not None
+    learnt = {**_parameters(trace), **(beside or {})}
+    if parts != previous.parts:
+        return None
+    if not (drawn or learnt or chunk or _is_subsampled(trace)):
+        return None  # whole data: the plan may serve again, by a fingerprint of its own
     check_data(trace)
     latents = {n: _with_prior(x, trace.nodes[n]["fn"]) for n, x in latents.items()}
     symbolic = _lose(replace(symbolic, latents=latents), previous.lost)
-    indices, chunk = subsample_values(trace), chunk or {}
-    parts = _parts(trace, chunk, frozenset(previous.parts))
-    if parts != previous.parts:
-        return None
     around = {n: _parts_around(x, parts) for n, x in latents.items()}
-    drawn = beside is not None
     plan = _planned(symbolic, trace, max_dense_dim, around, previous.plan, drawn, bool(spread))
-    if not (plan.stochastic or plan.learns or chunk):
-        return None  # whole data: the plan may serve again, by a fingerprint of its own
     check_local_data(plan, parts)
     return replace(
         previous,
@@ -285,7 +278,7 @@ def _prepared_like(
         point={},
         fingerprint=(),
         trace=trace,
-        parameters={**_parameters(trace), **(beside or {})},
+        parameters=learnt,
         window={n: chunk[n][1] if n in chunk else indices[n] for n in parts},
         given=symbolic.given,
         age=previous.age + 1,

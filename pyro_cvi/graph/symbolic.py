@@ -81,7 +81,7 @@ class Latent:
     A site that is `held` keeps its prior for its posterior: `infer={"posterior": "prior"}`. One that is
     `diagonal`, `infer={"posterior": "diagonal"}`, is hidden from the algebra after its own prior.
     `own_support` is that of x where x = T(u), `dtype` that of a discrete site's log density; `prior` is
-    None where it is not known (see `Prepared.started`).
+    None where it is not known (see `Prepared.start`).
     """
 
     name: str

@@ -14,6 +14,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Latent, is_factor_site
 from pyro_cvi.graph.windows import Part
+from pyro_cvi.linalg import all_finite
 
 __all__ = [
     "check_batch",
@@ -138,7 +139,7 @@ def check_data(trace: poutine.Trace) -> None:
 def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
     if not value.dtype.is_floating_point or hasattr(fn, "log_factor"):
         return
-    if bool(value.sum().isfinite()):  # in one pass; else perhaps the sum is too large
+    if all_finite(value):
         return
     bad = ~value.isfinite()
     if isinstance(mask, Tensor):
