@@ -22,9 +22,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pyro_cvi.algebra.budget import Size, size_of_sum, size_of_term
+from pyro_cvi.algebra.contraction import Axes, align, contract, contract_to
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = [
+    "Axes",
     "Const",
     "Expression",
     "Group",
@@ -36,6 +39,7 @@ __all__ = [
     "Statistic",
     "Term",
     "add",
+    "align",
     "as_expression",
     "const_operand",
     "contract",
@@ -43,18 +47,17 @@ __all__ = [
     "einsum",
     "expand",
     "fresh_label",
+    "inside",
     "multiply",
     "negate",
     "opaque",
-    "opaque_parts",
     "permute_axes",
     "site_expression",
     "sum_axes",
 ]
 
-Axes = tuple[int, ...]
 _labels = itertools.count(1)
-_FOLD_LIMIT = 1 << 16
+FOLD_LIMIT = 1 << 16
 """Constants are multiplied together while tracing only below this size; larger products would copy
 the user's data."""
 
@@ -77,6 +80,11 @@ class SiteRef:
     shape: tuple[int, ...]
     event_dim: int
     kind: str
+
+    @property
+    def numel(self) -> int:
+        """How many scalars it has."""
+        return math.prod(self.shape)
 
     @property
     def is_positive(self) -> bool:
@@ -224,6 +232,37 @@ class Term:
     def sites(self) -> frozenset[str]:
         return frozenset().union(*(o.sites for o in self.operands))
 
+    @cached_property
+    def size(self) -> Size:
+        """How many operands it has, with those inside of them, by level."""
+        return size_of_term(len(self.operands), [e.size for o in self.operands for e in inside(o)])
+
+    @cached_property
+    def opaque(self) -> tuple[Opaque, ...]:
+        """Its opaque operands, however deep."""
+        found: list[Opaque] = []
+        for o in self.operands:
+            found += (o,) if isinstance(o, Opaque) else [p for e in inside(o) for p in e.opaque]
+        return tuple(found)
+
+    @cached_property
+    def reads(self) -> tuple[object, ...] | None:
+        """What it reads, and in which cells, if it can be added up with terms that read the same."""
+        names: dict[int, int] = {}
+        found: list[object] = []
+        consts = []
+        for o in self.operands:
+            if isinstance(o, Const):
+                consts.append(o)
+                continue
+            if isinstance(o, Opaque):
+                return None
+            axes = tuple([a if a < 0 else names.setdefault(a, len(names) + 1) for a in o.axes])
+            found.append((_identity(o), axes))
+        if len(consts) > 1 or any(a > 0 and a not in names for o in consts for a in o.axes):
+            return None
+        return tuple(found)
+
     @property
     def labels(self) -> frozenset[int]:
         return frozenset(a for o in self.operands for a in o.axes)
@@ -234,6 +273,23 @@ class Term:
 
     def relabelled(self, mapping: Mapping[int, int]) -> Term:
         return Term(self.coefficient, tuple(_relabelled(o, mapping) for o in self.operands))
+
+
+def inside(o: Operand) -> tuple[Expression, ...]:
+    """The expressions that an operand is made of."""
+    if isinstance(o, Group):
+        return (o.expression,)
+    return o.arguments if isinstance(o, Link) else ()
+
+
+def _identity(o: Stat | Group | Link) -> tuple[object, ...]:
+    """What tells operands apart, but for their axes; as long as they live."""
+    if isinstance(o, Stat):
+        is_scalar = o.index.numel() == 1 and o.index.device.type == "cpu"
+        return o.site, o.statistic, int(o.index) if is_scalar else id(o.index)
+    if isinstance(o, Group):
+        return (id(o.expression),)
+    return (o.name, id(o.function), *map(id, o.arguments))
 
 
 def _relabelled(o: Operand, mapping: Mapping[int, int]) -> Operand:
@@ -265,6 +321,16 @@ class Expression:
         if self.known_sites is not None:
             return self.known_sites
         return frozenset().union(*(t.sites for t in self.terms))
+
+    @cached_property
+    def size(self) -> Size:
+        """How many operands it has by level, counted as often as they are walked."""
+        return size_of_sum([t.size for t in self.terms])
+
+    @cached_property
+    def opaque(self) -> tuple[Opaque, ...]:
+        """All opaque operands, however deep."""
+        return tuple(itertools.chain.from_iterable([t.opaque for t in self.terms]))
 
     @property
     def ndim(self) -> int:
@@ -304,29 +370,6 @@ def opaque(sites: Iterable[str], reason: str, shape: Sequence[int]) -> Expressio
     return Expression(
         tuple(shape), 0.0, (Term(1.0, (Opaque(frozenset(sites), reason, kept, axes),)),)
     )
-
-
-def is_opaque(e: Expression) -> bool:
-    """Whether nothing is known of a value but its sites."""
-    if len(e.terms) != 1 or isinstance(e.constant, Tensor) or e.constant != 0:
-        return False
-    (term,) = e.terms
-    return len(term.operands) == 1 and isinstance(term.operands[0], Opaque)
-
-
-def opaque_parts(e: Expression) -> list[Opaque]:
-    """All opaque operands, however deep."""
-    found: list[Opaque] = []
-    for t in e.terms:
-        for o in t.operands:
-            if isinstance(o, Opaque):
-                found.append(o)
-            elif isinstance(o, Group):
-                found += opaque_parts(o.expression)
-            elif isinstance(o, Link):
-                for a in o.arguments:
-                    found += opaque_parts(a)
-    return found
 
 
 def as_expression(value: Tensor | float) -> Expression:
@@ -423,22 +466,12 @@ def _merge_const(consts: list[Const], new: Const) -> None:
     for i, old in enumerate(consts):
         wide, narrow = (old, new) if len(old.axes) >= len(new.axes) else (new, old)
         if set(narrow.axes) <= set(wide.axes) and (
-            wide.tensor.numel() <= _FOLD_LIMIT or narrow.axes == wide.axes
+            wide.tensor.numel() <= FOLD_LIMIT or narrow.axes == wide.axes
         ):
             aligned = align(narrow.tensor, narrow.axes, wide.axes)
             consts[i] = Const(wide.tensor * aligned, wide.axes)
             return
     consts.append(new)
-
-
-def align(tensor: Tensor, axes: Axes, target: Axes) -> Tensor:
-    """Permute and unsqueeze `tensor` so that its axes follow `target` (a superset of `axes`)."""
-    if axes == target:
-        return tensor
-    order = [axes.index(a) for a in target if a in axes]
-    tensor = tensor.permute(order)
-    sizes = iter(tensor.shape)
-    return tensor.reshape([next(sizes) if a in axes else 1 for a in target])
 
 
 def _merge_power(others: list[Operand], new: Operand) -> bool:
@@ -577,39 +610,3 @@ def _with_missing(term: Term, label: Mapping[str, int], sizes: Mapping[str, int]
     present = term.labels
     missing = math.prod(sizes[n] for n, a in label.items() if a > 0 and a not in present)
     return Term(term.coefficient * missing, term.operands) if missing != 1 else term
-
-
-def contract_to(pieces: Sequence[tuple[Tensor, Axes]], target: Axes) -> Tensor:
-    """Einsum of labelled tensors, with the axes `target` in this order; all others are summed over."""
-    if len(pieces) == 1:
-        tensor, axes = pieces[0]
-        dims = [i for i, a in enumerate(axes) if a not in target]
-        kept = [a for a in axes if a in target]
-        total = tensor.sum(dims) if dims else tensor
-        return total.permute([kept.index(a) for a in target])
-    names: dict[int, int] = {}
-    flat: list[object] = []
-    dtype = pieces[0][0].dtype
-    for tensor, _ in pieces[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    for tensor, axes in pieces:
-        flat += [tensor.to(dtype), [names.setdefault(a, len(names)) for a in axes]]
-    result: Tensor = torch.einsum(*flat, [names[a] for a in target])
-    return result
-
-
-def contract(pieces: Sequence[tuple[Tensor, Axes]], ndim: int) -> Tensor:
-    """Einsum of labelled tensors, returned with output axes right-aligned and size one where absent."""
-    labels = sorted({a for _, axes in pieces for a in axes if a < 0})
-    if not any(a > 0 for _, axes in pieces for a in axes):
-        result = None
-        for tensor, axes in pieces:
-            aligned = align(tensor, axes, tuple(labels))
-            result = aligned if result is None else result * aligned
-        assert result is not None
-    else:
-        result = contract_to(pieces, tuple(labels))
-    if len(labels) == ndim:
-        return result
-    sizes = iter(result.shape)
-    return result.reshape([next(sizes) if a in labels else 1 for a in range(-ndim, 0)])

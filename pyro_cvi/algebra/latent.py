@@ -16,13 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.expression import (
-    Expression,
-    as_expression,
-    is_opaque,
-    opaque,
-    opaque_parts,
-)
+from pyro_cvi.algebra.budget import excess
+from pyro_cvi.algebra.collect import collected
+from pyro_cvi.algebra.expression import Expression, as_expression, opaque
 
 __all__ = [
     "LatentTensor",
@@ -293,26 +289,17 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if named:
         args = (*args, *(kwargs[k] for k in named))
         kwargs = {k: v for k, v in kwargs.items() if k not in named}
-    expressions: Any = None
     tensors = (out,) if isinstance(out, Tensor) else tuple(out)
     inputs = list(latents_in((*args, kwargs) if kwargs else args))
-    unknown = bool(inputs) and all(is_opaque(v._expression) for v in inputs)
-    if (
-        rule is not None
-        and not unknown  # of what is unknown no rule could tell more
-        and all(isinstance(t, Tensor) for t in tensors)
-        and _is_real(out)
-    ):
-        symbols = isinstance(rule, _Rewrite)
-        try:
-            with nullcontext() if symbols else torch._C.DisableTorchFunctionSubclass():
-                expressions = rule(out, *args, **kwargs)
-        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
-            # An unusual call form: the value is right, only its structure is not known.
-            expressions = None
+    why = None
+    if isinstance(out, Tensor) or len(inputs) == 1:  # else each result has its own argument
+        why = _hides_all(inputs) or excess([v._expression.size for v in inputs])
+    expressions: Any = None
+    if rule is not None and why is None and all(isinstance(t, Tensor) for t in tensors):
+        expressions = _by_rule(rule, out, args, kwargs)
     if expressions is None:
         sites = frozenset().union(*(v._expression.sites for v in inputs))
-        known = rule is not None and unknown
+        known = why if rule is not None else None
         expressions = tuple(
             opaque(sites, _opaque_reason(key, inputs, t, known), tuple(t.shape))
             if isinstance(t, Tensor)
@@ -327,19 +314,43 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return out if not isinstance(out, tuple | list) else _rebuild(out, wrapped)
 
 
-def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor, known: bool) -> str:
+def _by_rule(rule: Rule, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The expressions that a rule finds; None for an unusual call form, whose value is right."""
+    if not _is_real(out):
+        return None
+    symbols = isinstance(rule, _Rewrite)
+    try:
+        with nullcontext() if symbols else torch._C.DisableTorchFunctionSubclass():
+            return rule(out, *args, **kwargs)
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
+        return None
+
+
+def _hides_all(inputs: list[LatentTensor]) -> str | None:
+    """Why no rule could tell more than the sites: all of these are in opaque parts of the inputs.
+
+    A factor that reads them is sampled for all of them, whatever else it reads of them.
+    """
+    parts = [o for v in inputs for o in v._expression.opaque]
+    if not parts:
+        return None
+    names = frozenset().union(*(o.names for o in parts))
+    return parts[0].reason if all(v._expression.sites <= names for v in inputs) else None
+
+
+def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor, known: str | None) -> str:
     """Why a result is opaque; what jumps, or comes from something that does, has no gradient.
 
-    With `known` the operation has a rule, and its inputs are the reason.
+    Of an operation that has a rule, its inputs are the reason, `known`.
     """
     label = key.removeprefix("property_")
     for v in inputs:
-        for part in opaque_parts(v._expression):
+        for part in v._expression.opaque:
             if part.reason.endswith(NO_GRADIENT):
                 return part.reason
     if key in _JUMPS or not (result.dtype.is_floating_point or result.dtype.is_complex):
         return f"'{label}' is constant in steps, {NO_GRADIENT}"
-    return opaque_parts(inputs[0]._expression)[0].reason if known else f"'{label}' has no rule"
+    return known or f"'{label}' has no rule"
 
 
 def _rebuild(out: Any, wrapped: list[Any]) -> Any:
@@ -364,8 +375,10 @@ def _attach(t: Any, e: Expression | None) -> Any:
     if not e.sites:  # known to be constant: 1 for the sum of a simplex, and not 1 to rounding
         number = not isinstance(e.constant, Tensor) and not e.terms
         return torch.full_like(t, float(e.constant)) if number else t
-    if tuple(t.shape) != e.shape:
-        e = opaque(e.sites, "a rule gave a wrong shape", tuple(t.shape))
+    e = collected(e, t)
+    why = "a rule gave a wrong shape" if tuple(t.shape) != e.shape else excess([e.size])
+    if why is not None:
+        e = opaque(e.sites, why, tuple(t.shape))
     return LatentTensor.make(t, e)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pyro_cvi.algebra.collect import rows_of_scalars
 from pyro_cvi.algebra.expression import (
     Axes,
     Const,
@@ -214,6 +215,7 @@ def concatenate(parts: Sequence[Expression], dim: int, like: Tensor) -> Expressi
     start = 0
     view = [total if d == dim else 1 for d in range(ndim)]
     constants = []
+    terms, parts = rows_of_scalars(parts, dim - ndim, like)
     for e in parts:
         if e.ndim != ndim and e.shape != (0,):  # torch lets an empty vector stand anywhere
             raise ValueError("tensors of different ranks")
@@ -232,4 +234,4 @@ def concatenate(parts: Sequence[Expression], dim: int, like: Tensor) -> Expressi
     constant: Tensor | float = torch.cat(constants, dim) if constants else 0.0
     if isinstance(constant, Tensor) and not constant.requires_grad and not constant.any():
         constant = 0.0
-    return Expression(shape, constant, result.terms if result is not None else ())
+    return Expression(shape, constant, (*terms, *(() if result is None else result.terms)))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from pyro_cvi.algebra import LatentTensor, Recorder, expression_of, plain, recording
 from pyro_cvi.algebra.evaluate import OpaqueError
-from pyro_cvi.algebra.expression import opaque_parts
 from pyro_cvi.algebra.latent import NO_GRADIENT
 
 WITHOUT_RULE: dict[str, Callable[[SimpleNamespace], Any]] = {
@@ -92,7 +91,7 @@ def test_an_op_without_a_rule_is_opaque_and_names_its_sites(op: str) -> None:
 def test_what_is_constant_in_steps_says_that_it_has_no_gradient(op: str) -> None:
     symbols, _, _ = cases.namespaces(torch.float64)
     out = 2 * WITHOUT_RULE[op](symbols) + symbols.s.exp()
-    parts = opaque_parts(out.expression)
+    parts = out.expression.opaque
     assert any(o.reason.endswith(NO_GRADIENT) for o in parts)
 
 
