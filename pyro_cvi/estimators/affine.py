@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -62,14 +62,17 @@ class NotAffine(ValueError):
     """The expression is not multilinear in Gaussian blocks; the message says why."""
 
 
-def flatten(e: Expression) -> Expression:
-    """The same expression with nested groups multiplied out into terms of constants and statistics."""
+def flatten(e: Expression, whole: Callable[[Group], bool] = lambda g: False) -> Expression:
+    """The same expression with nested groups multiplied out into terms of constants and statistics.
+
+    Groups that are to stay `whole` do.
+    """
     terms: list[Term] = []
     constant = e.constant
     for t in e.terms:
-        for flat in _distribute(t):
+        for flat in _distribute(t, whole):
             terms.append(flat)
-    if any(not any(isinstance(o, Stat) for o in t.operands) for t in terms):
+    if any(all(isinstance(o, Const) for o in t.operands) for t in terms):
         fixed = [t for t in terms if all(isinstance(o, Const) for o in t.operands)]
         terms = [t for t in terms if t not in fixed]
         for t in fixed:
@@ -79,13 +82,13 @@ def flatten(e: Expression) -> Expression:
     return Expression(e.shape, constant, tuple(terms))
 
 
-def _distribute(t: Term) -> list[Term]:
+def _distribute(t: Term, whole: Callable[[Group], bool]) -> list[Term]:
     parts: list[list[Term]] = []
     for o in t.operands:
-        if not isinstance(o, Group):
+        if not isinstance(o, Group) or whole(o):
             parts.append([Term(1.0, (o,))])
             continue
-        inner = flatten(o.expression)
+        inner = flatten(o.expression, whole)
         mapping = {i - len(o.axes): a for i, a in enumerate(o.axes)}
         choices = []
         for s in inner.terms:

@@ -10,40 +10,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.cumulate import in_innovations
-from pyro_cvi.algebra.expression import (
-    Expression,
-    Group,
-    Link,
-    Opaque,
-    Operand,
-    SiteRef,
-    Stat,
-    Statistic,
-    Term,
-    fresh_label,
-)
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
 from pyro_cvi.graph.chain import Chain, chain_of
+from pyro_cvi.graph.joining import joined
+from pyro_cvi.graph.likeness import Foes, Turns
+from pyro_cvi.graph.meetings import Coupling, couplings, opaque_sites
 from pyro_cvi.graph.process import Process, process_of
 from pyro_cvi.graph.symbolic import Factor, Latent
 from pyro_cvi.graph.views import Viewed
 from pyro_cvi.graph.windows import GaussianPlacement, Part, gaussian_placement
 
-__all__ = ["Form", "GaussianBlock", "block_label", "gaussian_blocks", "multiplied_sites"]
+__all__ = ["Form", "GaussianBlock", "block_label", "gaussian_blocks"]
 
 _SLICES = 1 << 26
 """Most scalars of the covariances of a site that is split into slices."""
 
-Coupling = list[Stat]
 Form = Process | Chain
 """The forms of a block that its factors see through views."""
 
@@ -63,44 +53,45 @@ class GaussianBlock:
 def gaussian_blocks(
     latents: Mapping[str, Latent],
     factors: Sequence[Factor],
+    turns: Sequence[Turns],
     max_dense_dim: int,
     parts: Mapping[str, tuple[Part, ...]],
-    plain: frozenset[str] = frozenset(),
-    drawn: frozenset[str] = frozenset(),
-) -> list[GaussianBlock]:
-    """Group the Gaussian sites into blocks; sites in different subsampled plates stay apart.
+    plain: frozenset[str],
+    drawn: frozenset[str],
+    foes: Foes,
+) -> tuple[list[GaussianBlock], list[Factor]]:
+    """Group the Gaussian sites into blocks, and the factors, also given as `turns`, as they see them.
 
     Blocks with a site of `plain` have no structure that needs views; those with a site of `drawn`, which
-    is sampled, are split no further than into single scalars.
+    is sampled, are split no further than into single scalars. `foes` may not share a block, and nor may
+    those that multiply each other, or are in different subsampled plates.
     """
     every = {n: latent for n, latent in latents.items() if latent.family is GAUSSIAN}
-    gaussian = {n: x for n, x in every.items() if not x.held and not x.diagonal}
-    refs = {n: latent.ref for n, latent in gaussian.items()}
-    couplings = _couplings(factors, refs)
-    opaque = [set(o) & set(gaussian) for f in factors for o in _opaque_sites(f.expression)]
-    apart = _apart(factors)
-    groups = _join(gaussian, couplings, opaque, apart, parts)
+    gaussian = {n: x for n, x in every.items() if not (x.held or x.diagonal or x.joint)}
+    opaque = [set(o) & set(gaussian) for o in opaque_sites(turns)]
+    groups = joined(gaussian, turns, foes, parts)
     blocks = [_held(x, max_dense_dim, parts.get(n, ())) for n, x in every.items() if x.held]
     blocks += [_diagonal(x, parts.get(n, ())) for n, x in every.items() if x.diagonal]
+    blocks += _joint([x for x in every.values() if x.joint], parts)
     viewed: dict[str, GaussianBlock] = {}
     if not any(parts.values()):
         for group in groups:
             found = None if plain & set(group) else _viewed(group, latents, factors)
-            if found is not None:
+            if found is not None and found.viewed is not None:
                 viewed[group[0]] = found
+                factors = found.viewed.seen(factors)
     # What no views serve is laid out by the scalars that meet, with cumulative sums written out.
     seen = {n for b in viewed.values() for n in b.sites}
-    rest = [f for f in factors if not f.expression.sites <= seen]
-    summed = [replace(f, expression=in_innovations(f.expression)) for f in rest]
-    if any(f.expression is not g.expression for f, g in zip(rest, summed, strict=True)):
-        couplings = _couplings(summed, refs)
+    refs = {n: latent.ref for n, latent in gaussian.items() if n not in seen}
+    rest = [f for f in factors if f.expression.sites & set(refs)]
+    met = couplings([replace(f, expression=in_innovations(f.expression)) for f in rest], refs)
     by_site: dict[str, list[int]] = {n: [] for n in gaussian}
-    for i, c in enumerate(couplings):
+    for i, c in enumerate(met):
         for n in {s.site.name for s in c}:
             by_site[n].append(i)
     for group in groups:
         relevant = sorted({i for n in group for i in by_site[n]})
-        near = [couplings[i] for i in relevant]
+        near = [met[i] for i in relevant]
         if parts.get(group[0]):
             blocks.append(_local(group, gaussian, near, opaque, max_dense_dim, parts[group[0]]))
         elif group[0] in viewed:
@@ -111,9 +102,11 @@ def gaussian_blocks(
             lossy = any("max_dense_dim" in b.reason for b in made)
             if lossy and not any(parts.values()) and not plain & set(group):
                 chain = _viewed(group, latents, factors, max_dense_dim)
-                made = made if chain is None else [chain]
+                if chain is not None and chain.viewed is not None:
+                    made = [chain]
+                    factors = chain.viewed.seen(factors)
             blocks += made
-    return blocks
+    return blocks, list(factors)
 
 
 def _held(latent: Latent, max_dense_dim: int, parts: tuple[Part, ...]) -> GaussianBlock:
@@ -144,143 +137,24 @@ def _diagonal(latent: Latent, parts: tuple[Part, ...]) -> GaussianBlock:
     return GaussianBlock((latent.name,), replace(layout, kind="diagonal"), "as infer asks for")
 
 
-def _couplings(factors: Sequence[Factor], refs: Mapping[str, SiteRef]) -> list[Coupling]:
-    """What meets in the cells of the factors, of these sites."""
-    sums = [c for f in factors for c in _additive_sums(_with_all_cells(f.expression), refs)]
-    return [[s for s in c if s.site.name in refs] for c in sums]
-
-
-def _with_all_cells(e: Expression) -> Expression:
-    """The expression without the sums of its terms: one over an event's elements joins nothing."""
-    terms = []
-    for t in e.terms:
-        summed = sorted(t.contracted)
-        terms.append(t.relabelled({a: -1 - e.ndim - i for i, a in enumerate(summed)}))
-    return Expression(e.shape, e.constant, tuple(terms))
-
-
-def _walk(e: Expression) -> Iterator[tuple[Expression, Term, Operand]]:
-    for t in e.terms:
-        for o in t.operands:
-            yield e, t, o
-            if isinstance(o, Group):
-                yield from _walk(o.expression)
-            elif isinstance(o, Link):
-                for a in o.arguments:
-                    yield from _walk(a)
-
-
-def _additive_sums(e: Expression, refs: Mapping[str, SiteRef]) -> Iterator[Coupling]:
-    """Statistics that meet in one cell of a group, of a link, or of a product inside a term.
-
-    The sum at the top of a log density does not couple its terms; what is inside a square does.
-    """
-    for t in e.terms:
-        direct = [o for o in t.operands if isinstance(o, Stat)]
-        nested: Coupling = list(direct)
-        for o in t.operands:
-            inner = _inner_stats(o, refs)
-            nested += inner
-            if isinstance(o, Group):
-                yield from _additive_sums(o.expression, refs)
-            elif isinstance(o, Link):
-                for a in o.arguments:
-                    yield from _additive_sums(a, refs)
-        if any(isinstance(o, Group | Link | Opaque) for o in t.operands) or len(direct) > 1:
-            yield nested
-
-
-def _inner_stats(o: Operand, refs: Mapping[str, SiteRef]) -> Coupling:
-    """The statistics inside a group or link, relabelled into the surrounding term's axes.
-
-    Every cell of an opaque part may read every scalar of its sites.
-    """
-    if isinstance(o, Opaque):
-        return [_whole(refs[n]) for n in sorted(o.sites) if n in refs]
-    if isinstance(o, Group):
-        parts, shape = [o.expression], o.axes
-    elif isinstance(o, Link):
-        parts, shape = list(o.arguments), o.axes
-    else:
+def _joint(latents: Sequence[Latent], parts: Mapping[str, tuple[Part, ...]]) -> list[GaussianBlock]:
+    """The one block of all sites that are to be joint: a dense covariance."""
+    if not latents:
         return []
-    found: Coupling = []
-    for part in parts:
-        offset = len(shape) - part.ndim
-        mapping = {i - part.ndim: shape[offset + i] for i in range(part.ndim)}
-        for t in part.terms:
-            renamed = t.relabelled(mapping)
-            for p in renamed.operands:
-                if isinstance(p, Stat):
-                    found.append(p)
-                else:
-                    found += _inner_stats(p, refs)
-    return found
-
-
-def _whole(ref: SiteRef) -> Stat:
-    return Stat(
-        ref, Statistic(), torch.arange(math.prod(ref.shape), device="cpu"), (fresh_label(),)
-    )
-
-
-def _opaque_sites(e: Expression) -> list[frozenset[str]]:
-    return [o.sites for _, _, o in _walk(e) if isinstance(o, Opaque)]
-
-
-def _apart(factors: Sequence[Factor]) -> set[frozenset[str]]:
-    """Pairs of sites that multiply each other inside a sum."""
-    pairs: set[frozenset[str]] = set()
-    for f in factors:
-        for _, t, _ in _walk(f.expression):
-            names = _factor_sites(t)
-            for a, b in itertools.combinations(names, 2):
-                for x, y in itertools.product(a, b):
-                    if x != y:
-                        pairs.add(frozenset((x, y)))
-    return pairs
-
-
-def multiplied_sites(latents: Mapping[str, Latent], factors: Sequence[Factor]) -> frozenset[str]:
-    """Gaussian sites that multiply each other inside a sum: zero for both is a saddle of the ELBO."""
-    pairs = [p for p in _apart(factors) if all(latents[n].family is GAUSSIAN for n in p)]
-    return frozenset().union(*pairs)
-
-
-def _factor_sites(t: Term) -> list[frozenset[str]]:
-    """Site sets of a term's operands, counting a square (the same group twice) once."""
-    operands: list[Stat | Group] = []
-    for o in t.operands:
-        if isinstance(o, Stat | Group) and not any(o.sites == p.sites for p in operands):
-            operands.append(o)
-    return [o.sites for o in operands]
-
-
-def _join(
-    gaussian: Mapping[str, Latent],
-    couplings: Iterable[Coupling],
-    opaque: Iterable[set[str]],
-    apart: set[frozenset[str]],
-    parts: Mapping[str, tuple[Part, ...]],
-) -> list[list[str]]:
-    group = {n: [n] for n in gaussian}
-    wanted = [list(dict.fromkeys(s.site.name for s in c)) for c in couplings]
-    wanted += [sorted(o) for o in opaque]
-    pairs = [p for names in wanted for p in zip(names, names[1:], strict=False)]
-    pairs += [p for names in wanted if len(names) <= 12 for p in itertools.combinations(names, 2)]
-    size = {n: math.prod(latent.shape) for n, latent in gaussian.items()}
-    for a, b in sorted(dict.fromkeys(pairs), key=lambda p: size[p[0]] + size[p[1]]):
-        if group[a] is group[b] or parts.get(a, ()) != parts.get(b, ()):
-            continue
-        if any(frozenset((x, y)) in apart for x in group[a] for y in group[b]):
-            continue
-        merged = group[a] + group[b]
-        for n in merged:
-            group[n] = merged
-    seen: list[list[str]] = []
-    for n in gaussian:
-        if not any(g is group[n] for g in seen):
-            seen.append(group[n])
-    return [sorted(g, key=list(gaussian).index) for g in seen]
+    for latent in latents:
+        if parts.get(latent.name):
+            raise CVIError(
+                message(
+                    f"latent site '{latent.name}'",
+                    "infer={'posterior': 'joint'} in the subsampled plate "
+                    f"'{parts[latent.name][0].name}'",
+                    "sites outside of subsampled plates",
+                    "leave it out for this site",
+                )
+            )
+    layout = Layout.dense({x.name: x.shape for x in latents}, latents[0].value.device)
+    reason = "one Gaussian of their unconstrained values: factors that are approximated tie them"
+    return [GaussianBlock(tuple(x.name for x in latents), layout, reason)]
 
 
 def _local(

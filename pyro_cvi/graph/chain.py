@@ -19,8 +19,11 @@ from torch import Tensor
 
 from pyro_cvi.algebra.cumulate import cumulated_axes, in_sums
 from pyro_cvi.algebra.expression import Axes, SiteRef, Stat, Term, align
+from pyro_cvi.estimators import Structure
+from pyro_cvi.families import GAUSSIAN, AbstractFamily
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.gaussians.chain import Cumulation, Pattern
+from pyro_cvi.graph.stacking import alike, stack, with_blocks_as_sites
 from pyro_cvi.graph.symbolic import Factor, Latent
 from pyro_cvi.graph.views import (
     Coupling,
@@ -106,15 +109,21 @@ class _Cells:
 class _Builder:
     def __init__(self, name: str, sites: Sequence[str], latents: Mapping[str, Latent]) -> None:
         self.name, self.sites, self.latents = name, list(sites), latents
-        self.names = frozenset(sites)
         self.device = latents[sites[0]].value.device
         self.layout = Layout.dense({s: latents[s].shape for s in sites}, self.device)
         self.size = self.layout.width
+        family: dict[str, AbstractFamily] = dict.fromkeys(sites, GAUSSIAN)
+        block = dict.fromkeys(sites, name)
+        self.structure = with_blocks_as_sites(Structure(family, block, {name: self.layout}))
+        self.layout = self.structure.layout[name]
+        self.names = frozenset(self.structure.block)
 
     def build(self, factors: Sequence[Factor], kept: bool) -> tuple[Chain, Viewed] | None:
         near = touching(factors, self.names)
         near, axes = _in_sums(near, self.names)
         self.cumulated = frozenset(axes)
+        groups = self._turns(near)
+        near = [stack(group, self.structure) for group in groups]
         read = [[self._cells(c) for c in couplings(f.expression, self.names)] for f in near]
         joined = [c.scalars.cpu().numpy() for each in read for c in each if c.scalars.shape[1] > 1]
         pattern = self._pattern(joined, kept)
@@ -125,17 +134,25 @@ class _Builder:
         part = f"{self.name}: neighbours"
         ref = SiteRef(part, (pattern.views, pattern.width), 0, "real")
         rewrite = {}
-        for f, each in zip(near, read, strict=True):
+        for group, f, each in zip(groups, near, read, strict=True):
             roots = couplings(f.expression, self.names)
             answers = [
                 [self._answer(r, cells, pattern, ref) for r in coupling]
                 for coupling, cells in zip(roots, each, strict=True)
             ]
             new = rewritten(f.expression, self.names, iter(answers))
-            own = self.names & f.expression.sites
-            rewrite[f.name] = replace(f, expression=new, behind={**f.behind, part: own})
+            own = frozenset(self.sites) & _sites_of(f)
+            rewrite[group[0].name] = replace(f, expression=new, behind={**f.behind, part: own})
         layout = view_layout(part, pattern.views, pattern.width, self.device)
-        return Chain(pattern, (part,), _reason(pattern)), Viewed({part: layout}, rewrite)
+        absorbed = frozenset(f.name for group in groups for f in group[1:])
+        chain = Chain(pattern, (part,), _reason(pattern))
+        return chain, Viewed({part: layout}, rewrite, absorbed=absorbed)
+
+    def _turns(self, factors: Sequence[Factor]) -> list[list[Factor]]:
+        """The factors by turns of loops: what is read of thousands of them is read at once."""
+        apart = [[f] for f in factors if f.enumerated]
+        rest = [f for f in factors if not f.enumerated]
+        return apart + alike(rest, {}, self.latents, self.structure)
 
     def _coordinates(self, axes: Mapping[str, int]) -> Cumulation:
         places = {s: (self.layout.flat(s), self.latents[s].shape, axis) for s, axis in axes.items()}
@@ -299,6 +316,10 @@ def _in_sums(
     if not one:
         return list(factors), {}
     return [replace(f, expression=in_sums(f.expression, one)) for f in factors], one
+
+
+def _sites_of(f: Factor) -> frozenset[str]:
+    return frozenset().union(*(m.expression.sites for m in f.members or (f,)))
 
 
 def _reason(p: Pattern) -> str:

@@ -145,14 +145,8 @@ class _Builder:
         self.kept = kept
         names = frozenset(self.sites)
         near = [f for f in touching(factors, names) if f.name not in self.closed]
+        self._check_priors(near)
         found = [[self._reads(c) for c in couplings(f.expression, names)] for f in near]
-        alone = {
-            f.name
-            for f, reads in zip(near, found, strict=True)
-            if not isinstance(f.weight, Tensor) and all(r is None for r in reads)
-        }
-        if any(s not in alone for s in self.sites if s not in self.closed):
-            raise NoViewError("a prior that joins scalars")  # the diagonal P is to be positive
         rows = sum(len(m) for m, _ in self.designs)
         columns = (
             torch.unique(torch.cat(self.selected))
@@ -167,6 +161,19 @@ class _Builder:
             return None
         return self._assembled(near, found, columns)
 
+    def _check_priors(self, near: Sequence[Factor]) -> None:
+        """Give up where a prior joins open scalars: the diagonal P is to be positive."""
+        own = {f.name: f for f in near}
+        for s in self.sites:
+            if s in self.closed:
+                continue
+            f = own.get(s)
+            if f is None or isinstance(f.weight, Tensor):
+                raise NoViewError("a prior that is masked, or none")
+            for c in couplings(f.expression, frozenset(self.sites)):
+                if not self._sees_one(c, [self._column(r) for r in c]):
+                    raise NoViewError("a prior that joins scalars")
+
     # --- what is read ------------------------------------------------------------------------------
 
     def _flat(self, stat: Stat) -> Tensor:
@@ -175,11 +182,8 @@ class _Builder:
     def _reads(self, coupling: Coupling) -> list[_Read] | None:
         """The rows that a coupling needs; None if each cell sees one open scalar only."""
         columns = [self._column(r) for r in coupling]
-        if all(c is not None for c in columns) and self._is_one(coupling, columns):
-            first = columns[0]
-            assert first is not None
-            if not bool(self.is_closed[first].any()):
-                return None
+        if self._sees_one(coupling, columns):
+            return None
         reads = []
         for root, column in zip(coupling, columns, strict=True):
             if column is not None:
@@ -199,6 +203,12 @@ class _Builder:
         stat = stat_of(t)
         return align(self._flat(stat), stat.axes, root.varying)
 
+    def _sees_one(self, coupling: Coupling, columns: Sequence[Tensor | None]) -> bool:
+        first = columns[0]
+        if first is None or any(c is None for c in columns) or not self._is_one(coupling, columns):
+            return False
+        return not bool(self.is_closed[first].any())
+
     def _is_one(self, coupling: Coupling, columns: Sequence[Tensor | None]) -> bool:
         if len(coupling) == 1:
             return True
@@ -215,7 +225,8 @@ class _Builder:
         )
         if tensors in self.counted:
             return
-        self.counted.add(tensors)
+        if tensors:  # the same inputs again are the same rows
+            self.counted.add(tensors)
         sizes = {
             a: n
             for t in root.terms

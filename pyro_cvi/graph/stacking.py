@@ -7,7 +7,7 @@ one site, the block, which has all scalars of its sites in the order of its layo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +31,13 @@ from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.symbolic import Factor, Latent
 
-__all__ = ["alike", "roles", "stack", "with_blocks_as_sites"]
+__all__ = ["alike", "as_site", "form", "roles", "stack", "with_blocks_as_sites"]
 
 
 def with_blocks_as_sites(structure: Structure) -> Structure:
     """The structure with every Gaussian block of several sites as a site of its own, of its name."""
     layouts = {
-        name: _as_site(name, layout)
+        name: as_site(name, layout)
         for name, layout in structure.layout.items()
         if len(layout.sites) > 1 and name not in structure.block
     }
@@ -49,7 +49,8 @@ def with_blocks_as_sites(structure: Structure) -> Structure:
     )
 
 
-def _as_site(name: str, layout: Layout) -> Layout:
+def as_site(name: str, layout: Layout) -> Layout:
+    """The layout with one more site, of all scalars in their order."""
     device = layout.element[layout.sites[0]].device
     flat = torch.arange(layout.size, device=device)
     return replace(
@@ -87,8 +88,14 @@ def alike(
 def _key(
     f: Factor, by_site: Mapping[str, Any], latents: Mapping[str, Latent], structure: Structure
 ) -> Any:
-    form = None if f.forced else _form(f.expression, structure)
-    if form is None:
+    def name(o: Stat) -> str:
+        own = o.site.name
+        block = structure.block.get(own)
+        in_one = block in structure.layout and block in structure.family
+        return block if block and in_one and o.statistic == IDENTITY else own  # any of its sites
+
+    kind = None if f.forced else form(f.expression, name)
+    if kind is None:
         return None
     discrete = []
     for sites in roles(f, by_site):
@@ -96,16 +103,19 @@ def _key(
         dims = tuple(latents[s].enum_dim for s in sites)
         discrete.append((block.name, dims, None if block.is_chain else sites))
     w = f.weight
-    kind = (tuple(w.shape), w.dtype, w.device) if isinstance(w, Tensor) else w
-    return form, tuple(discrete), kind, f.observed, f.plates
+    weight = (tuple(w.shape), w.dtype, w.device) if isinstance(w, Tensor) else w
+    return kind, tuple(discrete), weight, f.observed, f.plates
 
 
-def _form(e: Expression, structure: Structure) -> Any:
-    """A hashable description of an expression without its numbers; None if it cannot be stacked."""
+def form(e: Expression, name: Callable[[Stat], Hashable]) -> Any:
+    """A hashable description of an expression without its numbers; None if it cannot be stacked.
+
+    `name` says what stands for the site of a statistic.
+    """
     terms = []
     for t in e.terms:
         labels: dict[int, int] = {}
-        operands = [_operand_form(o, labels, structure) for o in t.operands]
+        operands = [_operand_form(o, labels, name) for o in t.operands]
         if None in operands:
             return None
         terms.append(tuple(operands))
@@ -118,21 +128,17 @@ def _constant_form(c: Tensor | float) -> Any:
     return tuple(c.shape), c.dtype, c.device, c.requires_grad
 
 
-def _operand_form(o: Operand, labels: dict[int, int], structure: Structure) -> Any:
+def _operand_form(o: Operand, labels: dict[int, int], name: Callable[[Stat], Hashable]) -> Any:
     axes = tuple(a if a < 0 else labels.setdefault(a, len(labels) + 1) for a in o.axes)
     if isinstance(o, Const):
         return ("const", axes, _constant_form(o.tensor))
     if isinstance(o, Stat):
-        name = o.site.name
-        block = structure.block.get(name)
-        if o.statistic == IDENTITY and block in structure.layout and block in structure.family:
-            name = block  # whichever of its sites
-        return ("stat", axes, name, o.statistic, o.shape)
+        return ("stat", axes, name(o), o.statistic, o.shape)
     if isinstance(o, Group):
-        inner = _form(o.expression, structure)
+        inner = form(o.expression, name)
         return None if inner is None else ("group", axes, inner)
     if isinstance(o, Link):
-        inside = tuple(_form(a, structure) for a in o.arguments)
+        inside = tuple(form(a, name) for a in o.arguments)
         return None if None in inside else ("link", axes, o.shape, _function_form(o), inside)
     return None
 
@@ -153,7 +159,13 @@ def stack(group: Sequence[Factor], structure: Structure) -> Factor:
     weight = _stacked_weight([f.weight for f in group], first.expression.ndim)
     name = f"{first.name} ... {group[-1].name}"
     expression = _stacked([f.expression for f in group], structure)
-    return replace(first, name=name, expression=expression, weight=weight)
+    members = tuple(m for f in group for m in f.members or (f,))
+    behind: dict[str, frozenset[str]] = {}
+    for view, sites in (item for f in group for item in f.behind.items()):
+        behind[view] = behind.get(view, frozenset()) | sites
+    return replace(
+        first, name=name, expression=expression, weight=weight, members=members, behind=behind
+    )
 
 
 def _stacked_weight(weights: Sequence[Tensor | float], ndim: int) -> Tensor | float:

@@ -82,13 +82,20 @@ class Root:
 class Viewed:
     """A block as its factors see it.
 
-    `layouts` are those of the parts that its leaves are in, by name; `factors` the rewritten ones;
-    `priors` those that the block's own form stands for.
+    `layouts` are those of the parts that its leaves are in, by name; `factors` the rewritten ones,
+    each by the name of the first that it stands for, and `absorbed` the names of the others; `priors`
+    those that the block's own form stands for.
     """
 
     layouts: dict[str, Layout]
     factors: dict[str, Factor]
     priors: tuple[str, ...] = ()
+    absorbed: frozenset[str] = frozenset()
+
+    def seen(self, factors: Sequence[Factor]) -> list[Factor]:
+        """The factors as they read this block, and without the priors that it stands for."""
+        gone = self.absorbed.union(self.priors)
+        return [self.factors.get(f.name, f) for f in factors if f.name not in gone]
 
 
 Coupling = list[Root]
@@ -202,7 +209,7 @@ def _inside(e: Expression, labels: Axes, sites: frozenset[str], fn: Replace) -> 
         return e
     if any(isinstance(o, Group) and o.sites & sites for t in e.terms for o in t.operands):
         try:
-            e = flatten(e)
+            e = flatten(e, lambda g: not g.sites & sites)
         except NotAffine as error:
             raise NoViewError(str(error)) from error
     linear, others = [], []
