@@ -16,10 +16,11 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
-from pyro_cvi.algebra.expression import Expression, opaque, opaque_parts
+from pyro_cvi.algebra.expression import Expression, opaque
 from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.densities import digest, law, plain_log_prob
-from pyro_cvi.graph.symbolic import Factor, Symbolic, fill_masked, is_factor_site
+from pyro_cvi.graph.masked import fill_masked
+from pyro_cvi.graph.symbolic import Factor, Symbolic, is_factor_site
 
 __all__ = [
     "agree",
@@ -29,6 +30,7 @@ __all__ = [
     "factor_values",
     "fingerprint",
     "opaque_sites",
+    "site_density",
 ]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 3e-4}
@@ -41,6 +43,11 @@ def factor_values(trace: poutine.Trace) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _factor_value(name: str, site: Any) -> Tensor:
+    return site_density(name, site)
+
+
+def site_density(name: str, site: Any) -> Tensor:
+    """log p of one site of a plain run, before scale and mask."""
     fn, value = site["fn"], site["value"]
     if hasattr(fn, "log_factor"):
         result: Tensor = fn.log_factor
@@ -90,10 +97,11 @@ def checked(
     dependence disagrees at all of them.
     """
     factors = []
+    points = [_point(symbolic, run) for run in runs]
     for f in symbolic.factors:
         agrees = any(
-            _agrees(f, symbolic, run.nodes[f.name], _point(symbolic, run), real[f.name])
-            for run, real in zip(runs, values, strict=True)
+            _agrees(f, symbolic, run.nodes[f.name], point, real[f.name])
+            for run, point, real in zip(runs, points, values, strict=True)
         )
         factors.append(f if agrees else _made_opaque(f, symbolic))
     return replace(symbolic, factors=factors)
@@ -120,7 +128,7 @@ def checked_pairs(
 
 def opaque_sites(e: Expression) -> frozenset[str]:
     """The sites of all opaque parts of an expression."""
-    return frozenset().union(*(o.sites for o in opaque_parts(e)))
+    return frozenset().union(*(o.sites for o in e.opaque))
 
 
 def _point(symbolic: Symbolic, run: poutine.Trace) -> dict[str, Tensor]:
@@ -132,7 +140,8 @@ def _agrees(
 ) -> bool:
     try:
         with torch.no_grad():
-            mine = evaluate(f.expression, point_reader(dict(point))).expand(f.expression.shape)
+            own = {s: point[s] for s in f.expression.sites}
+            mine = evaluate(f.expression, point_reader(own)).expand(f.expression.shape)
     except OpaqueError:
         return True  # what is opaque is sampled: there is no claim to check
     return agree(mine, real, site["mask"])

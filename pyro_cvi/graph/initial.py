@@ -29,9 +29,18 @@ from pyro_cvi.graph.symbolic import Latent
 from pyro_cvi.structured import ChainBelief, ProcessBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
-__all__ = ["apart", "around", "initial_belief", "initial_beliefs", "located_points"]
+__all__ = [
+    "START_SPREAD",
+    "apart",
+    "around",
+    "initial_belief",
+    "initial_beliefs",
+    "is_by_strategy",
+    "located_points",
+    "prior_spread",
+]
 
-_SPREAD = 0.1
+START_SPREAD = 0.1
 """Largest standard deviation of a Gaussian scalar at the start (Pyro's own `init_scale`), and relative
 one of a site of another family that starts at a point."""
 _PARTING = 4.0
@@ -45,10 +54,18 @@ def initial_beliefs(plan: Plan, located: Mapping[str, Tensor] | None = None) -> 
     return {b.name: initial_belief(plan, b, located) for b in plan.blocks}
 
 
-def initial_belief(plan: Plan, block: Block, located: Mapping[str, Tensor] | None = None) -> Belief:
-    """The starting belief of one block."""
-    belief = _usual(plan, block, located or {})
-    if block.layout is not None or not located:
+def initial_belief(
+    plan: Plan,
+    block: Block,
+    located: Mapping[str, Tensor] | None = None,
+    moved: frozenset[str] = frozenset(),
+) -> Belief:
+    """The starting belief of one block; sites that are `moved` start at their value, narrow."""
+    latents = plan.latents
+    own = {n: latents[n].value for n in block.sites if n in moved and latents[n].support is None}
+    located = {**own, **(located or {})}
+    belief = _usual(plan, block, located)
+    if block.layout is not None:
         return belief
     tensors = belief.tensors
     for name in block.sites:
@@ -117,16 +134,30 @@ def _gaussian(plan: Plan, block: Block, located: Mapping[str, Tensor]) -> Belief
         where = (layout.element[site], layout.position[site])
         start = _moment(latent.prior, "mean", latent.value)
         if not latent.held:
-            start = located.get(site, latent.value if site in plan.scattered else start)
+            drawn = site in plan.scattered and not latent.joint
+            start = located.get(site, latent.value if drawn else start)
         spread = _moment(latent.prior, "variance", torch.ones_like(latent.value))
         loc[where] = start.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
         flat = spread.detach().expand(latent.shape).reshape(-1).to(loc.dtype)
-        variance[where] = flat if latent.held else flat.clamp(max=_SPREAD**2)
+        variance[where] = flat if latent.held else flat.clamp(max=START_SPREAD**2)
     if isinstance(block.form, Process):
         return _process(block.form.predictors, loc[0], variance[0])
     if isinstance(block.form, Chain):
         return _chain_of_nodes(block.form.pattern, loc[0], variance[0])
     return GaussianBelief(loc, torch.diag_embed(1 / variance))
+
+
+def prior_spread(plan: Plan, block: Block) -> Tensor:
+    """Standard deviations of the scalars of a Gaussian block under their priors, one where unknown."""
+    layout = block.layout
+    assert layout is not None
+    found = torch.ones(layout.count, layout.width, device=plan.latents[block.sites[0]].value.device)
+    for site in block.sites:
+        latent = plan.latents[site]
+        variance = _moment(latent.prior, "variance", torch.ones_like(latent.value))
+        flat = variance.detach().expand(latent.shape).reshape(-1).to(found.dtype)
+        found[layout.element[site], layout.position[site]] = flat.sqrt()
+    return found
 
 
 def _chain_of_nodes(p: Pattern, loc: Tensor, variance: Tensor) -> ChainBelief:
@@ -145,7 +176,7 @@ def _process(spec: Predictors, loc: Tensor, variance: Tensor) -> ProcessBelief:
     Where the prior is kept as a covariance, the start is that prior: from a narrow one, a Gaussian
     process with a large variance takes half as many steps again.
     """
-    pseudo = 0.0 if len(spec.closed) else _SPREAD**-2
+    pseudo = 0.0 if len(spec.closed) else START_SPREAD**-2
     curvature = [
         pseudo * torch.eye(w, dtype=loc.dtype, device=loc.device).expand(c, w, w)
         for c, w in zip(spec.counts, spec.widths, strict=True)
@@ -179,12 +210,12 @@ def located_points(
 
     def start(site: Any) -> Any:
         name = site["name"]
-        by_strategy = _is_by_strategy(init_loc_fn, name)
+        by_strategy = is_by_strategy(init_loc_fn, name)
         if name not in latents or (by_strategy and latents[name].enum_dim is not None):
             return site["fn"].sample()
         value = init_loc_fn(site)
-        if by_strategy and not bool(value.isfinite().all()):
-            return site["fn"].sample()  # the mean of a law that has none: it starts by default
+        if by_strategy and not bool(value.isfinite().all()):  # the mean of a law that has none
+            return latents[name].constrained(latents[name].value.detach())
         point = _checked_point(latents[name], value, site["fn"])
         if not by_strategy:
             _check_startable(latents[name], point)
@@ -196,7 +227,7 @@ def located_points(
     return found
 
 
-def _is_by_strategy(init_loc_fn: Any, site: str) -> bool:
+def is_by_strategy(init_loc_fn: Any, site: str) -> bool:
     """Whether a start comes from one of Pyro's strategies, which say nothing about particular sites."""
     core = getattr(init_loc_fn, "func", init_loc_fn)
     if core is init_to_value:
@@ -248,7 +279,7 @@ def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
 
     Gamma, inverse Gamma: mean `point`. Beta, Dirichlet: mean `point`. Discrete: 9/10 on `point`.
     """
-    n = _SPREAD**-2
+    n = START_SPREAD**-2
     if latent.support is not None:
         values = latent.support.reshape(len(latent.support), -1)
         same = (point.reshape(*latent.batch_shape, 1, -1) == values).all(-1)
@@ -263,5 +294,5 @@ def around(latent: Latent, point: Tensor) -> tuple[Tensor, ...] | None:
     }
     law = laws.get(latent.family)
     if law is None:
-        return latent.family.around(point, _SPREAD)
+        return latent.family.around(point, START_SPREAD)
     return latent.family.from_distribution(law())
