@@ -1,5 +1,6 @@
 """Expectations under the posterior: exact, by quadrature, and what they need."""
 
+from pyro_cvi.estimators.expectation import KINDS as KINDS
 from pyro_cvi.estimators.expectation import Expectation as Expectation
 from pyro_cvi.estimators.expectation import Function as Function
 from pyro_cvi.estimators.expectation import How as How

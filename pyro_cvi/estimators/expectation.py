@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +27,6 @@ from pyro_cvi.algebra.expression import (
     Expression,
     Group,
     Link,
-    Opaque,
     Operand,
     Stat,
     Statistic,
@@ -35,34 +35,47 @@ from pyro_cvi.algebra.expression import (
     contract,
     merge_operands,
     negate,
-    opaque_parts,
 )
 from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.algebra.moves import move
 from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
+from pyro_cvi.estimators.collected import collected
 from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
+from pyro_cvi.estimators.pieces import (
+    MOST_PIECES,
+    MOST_PREDICTORS,
+    MOST_RULES,
+    all_operands,
+    all_terms,
+    count_pieces,
+    why_sampled,
+)
 from pyro_cvi.estimators.products import Component, Piece, Product, bilinear, separated
 from pyro_cvi.estimators.quadrature import gaussian_expectation
 from pyro_cvi.estimators.statistics import Gather, Summed, summed
 from pyro_cvi.estimators.univariate import Points, family_expectation, has_rule
 
-__all__ = ["Expectation", "Function", "How", "compile_expectation"]
+__all__ = ["KINDS", "Expectation", "Function", "How", "compile_expectation"]
 
-
-_MOST_PREDICTORS = 16
-"""Scalar predictors of a softmax beyond which it is sampled; of other functions, two."""
+KINDS = ("exact", "quadrature", "points", "sampled")
+"""How a message may be found, the best first."""
+_NODES, _MOST_NODES = 20, 512
+"""Nodes for each predictor of a function, and of all of them."""
 
 
 @dataclass(frozen=True)
 class How:
-    """How one site's message from one factor is found: "exact", "quadrature" or "sampled", and why."""
+    """How one site's message from one factor is found, and why.
+
+    Kinds: "exact", "quadrature" (of a predictor), "points" (fixed ones, of whole sites), "sampled".
+    """
 
     kind: str
     reason: str
 
     @property
     def rank(self) -> int:
-        return ("exact", "quadrature", "sampled").index(self.kind)
+        return KINDS.index(self.kind)
 
 
 class Function(NamedTuple):
@@ -128,6 +141,17 @@ class Expectation:
         """sum over the cells `shape` of weight * E_q[expression], the weight contracted beforehand."""
         return summed(self.constant, self.terms, weight, shape)
 
+    @property
+    def evaluations(self) -> int:
+        """About how many values of functions quadrature needs at each call."""
+        count = 0
+        for c in (c for _, _, components in self.terms for c in components):
+            if isinstance(c, _Quadrature):
+                count += c.cells * min(_NODES ** len(c.affines), _MOST_NODES)
+            elif isinstance(c, _Nested):
+                count += c.inner.evaluations
+        return count
+
     def functions(self) -> list[Function] | None:
         """The components that are functions of one Gaussian predictor; None if others are not exact."""
         found: list[Function] = []
@@ -170,7 +194,8 @@ def _compile_term(t: Term, structure: Structure, result: Expectation, learn: boo
     compiled: list[list[Piece]] = []
     opaque_groups: list[list[Operand]] = []
     for operands in groups:
-        component = _compile_component(operands, structure, result, learn)
+        known = not Term(1.0, tuple(operands)).opaque
+        component = _compile_component(operands, structure, result, learn) if known else None
         if component is None:
             opaque_groups.append(operands)
             continue
@@ -179,70 +204,72 @@ def _compile_term(t: Term, structure: Structure, result: Expectation, learn: boo
             apart = separated(component) or bilinear(component)
         compiled.append([(1.0, [component])] if apart is None else apart)
     if opaque_groups:  # the other components stay noted: given draws of these, they are averaged so
-        if not _compile_multiplied_out(t, structure, result, learn):
+        failure = _compile_multiplied_out(t, structure, result, learn)
+        if failure is not None:
             for operands in opaque_groups:
-                _note_sampled(operands, result)
+                _note_sampled(operands, result, failure)
         return
     for choice in itertools.product(*compiled):
         coefficient = t.coefficient * math.prod(c for c, _ in choice)
         result.terms.append((coefficient, consts, [p for _, parts in choice for p in parts]))
 
 
-def _note_sampled(operands: list[Operand], result: Expectation) -> None:
+def _note_sampled(operands: list[Operand], result: Expectation, failure: str) -> None:
     for o in operands:
-        result.note(o.sites, "sampled", _why(o))
-        for part in opaque_parts(Expression(o.shape, 0.0, (Term(1.0, (o,)),))):
+        result.note(o.sites, "sampled", failure or why_sampled(o))
+        for part in Term(1.0, (o,)).opaque:
             result.note(part.sites, "sampled", part.reason)
-
-
-def _why(o: Operand) -> str:
-    if isinstance(o, Opaque):
-        return o.reason
-    if isinstance(o, Link):
-        inside = [p for a in o.arguments for p in _leaves(a)]
-        for p in inside:
-            if isinstance(p, Opaque):
-                return p.reason
-        others = sorted(
-            {p.site.name for p in inside if isinstance(p, Stat) and p.site.kind != "real"}
-        )
-        if others:
-            return f"'{o.name}' of '{others[0]}', which is not Gaussian"
-        most = _MOST_PREDICTORS if o.name == "logsumexp" else "two"
-        return f"'{o.name}' of more than {most} scalar predictors"
-    if isinstance(o, Group):
-        for t in o.expression.terms:
-            for p in t.operands:
-                if isinstance(p, Opaque | Link):
-                    return _why(p)
-    return "enters the density in a way that is not conjugate"
 
 
 def _compile_multiplied_out(
     t: Term, structure: Structure, result: Expectation, learn: bool
-) -> bool:
-    """Try again with the term's groups multiplied out; only if every piece then has an expectation."""
-    if not any(isinstance(o, Group) for o in t.operands):
-        return False
+) -> str | None:
+    """Try again with the term's groups multiplied out: None if every piece then has an expectation.
+
+    Else the reason why it was not tried, or nothing.
+    """
+    if not any(isinstance(o, Group) for o in t.operands) or t.opaque:
+        return ""
+    if count_pieces(t) > MOST_PIECES:
+        return f"multiplied out it has more than {MOST_PIECES} terms: kept whole"
+    together = collected(t, structure)
+    if together is not None and _compile_all(together, 0.0, structure, result, learn) is None:
+        return None
     try:
         labels = sorted(a for a in t.labels if a < 0)
         whole = flatten(Expression((1,) * (-min(labels, default=0)), 0.0, (t,)))
     except NotAffine:
-        return False
-    trial = Expectation(result.shape, whole.constant)
-    for s in whole.terms:
-        s = Term(s.coefficient, merge_operands(s.operands))
-        if any(isinstance(o, Group) for o in s.operands):
-            return False
-        _compile_term(s, structure, trial, learn)
-    if trial.sampled:
-        return False
+        return ""
+    terms = [Term(s.coefficient, merge_operands(s.operands)) for s in whole.terms]
+    if any(isinstance(o, Group) for s in terms for o in s.operands):
+        return ""
+    return _compile_all(terms, whole.constant, structure, result, learn)
+
+
+def _compile_all(
+    terms: Sequence[Term],
+    constant: Tensor | float,
+    structure: Structure,
+    result: Expectation,
+    learn: bool,
+) -> str | None:
+    """Compile these terms in the place of one: None if all of them have an expectation."""
+    trial, by_rule = Expectation(result.shape, constant), 0
+    for t in terms:
+        before = len(trial.terms)
+        _compile_term(t, structure, trial, learn)
+        if trial.sampled:
+            return ""
+        components = [c for _, _, found in trial.terms[before:] for c in found]
+        by_rule += sum(isinstance(c, _Quadrature | _FamilyQuadrature) for c in components)
+        if by_rule > MOST_RULES:
+            return f"multiplied out it takes more than {MOST_RULES} quadratures: kept whole"
     result.constant = result.constant + trial.constant
     result.terms += trial.terms
     result.couples = result.couples or trial.couples
     for site, how in trial.how.items():
         result.note({site}, how.kind, how.reason)
-    return True
+    return None
 
 
 def _components(
@@ -581,8 +608,6 @@ def _quadrature(
     shape = _sizes(operands, axes)
     mapping = {a: i - len(axes) for i, a in enumerate(axes)}
     whole = Expression(shape, 0.0, (Term(1.0, tuple(operands)).relabelled(mapping),))
-    if any(isinstance(o, Opaque) for o in _leaves(whole)):
-        return None
     if len(operands) == 1 and isinstance(operands[0], Link) and operands[0].name == "exp":
         closed = _closed_form(operands[0], axes, shape, structure)
         if closed is not None:
@@ -592,15 +617,15 @@ def _quadrature(
     flat = move(whole, _flatten_cells)
     one = _one_scalar(flat, structure)
     if one is not None:
-        names = ", ".join(sorted({o.name for o in _leaves(whole) if isinstance(o, Link)}))
+        names = ", ".join(sorted({o.name for o in all_operands(whole) if isinstance(o, Link)}))
         family = structure.family[one.site.name].name
         what = f"a function ({names})" if names else "a power"
         result.note(whole.sites, "quadrature", f"{what} of one {family} scalar")
         return _FamilyQuadrature(flat, one, structure, axes, shape, learn)
     found: list[tuple[Expression, Affine]] = []
     canonical = _find_predictors(flat, structure, found)
-    links = {o.name for o in _leaves(whole) if isinstance(o, Link)}
-    most = _MOST_PREDICTORS if "logsumexp" in links else 2
+    links = {o.name for o in all_operands(whole) if isinstance(o, Link)}
+    most = MOST_PREDICTORS if "logsumexp" in links else 2
     if canonical is None or not 1 <= len(found) <= most:
         return None
     counts = {1: "one scalar predictor", 2: "two scalar predictors"}
@@ -613,9 +638,9 @@ def _quadrature(
 
 def _one_scalar(flat: Expression, structure: Structure) -> Stat | None:
     """The statistic through which every cell sees the same one scalar, if that is all it sees."""
-    if any(t.contracted for t in _terms(flat)):
+    if any(t.contracted for t in all_terms(flat)):
         return None
-    stats = [o for o in _leaves(flat) if isinstance(o, Stat)]
+    stats = [o for o in all_operands(flat) if isinstance(o, Stat)]
     if not stats or len({o.site.name for o in stats}) > 1:
         return None
     name = stats[0].site.name
@@ -625,17 +650,6 @@ def _one_scalar(flat: Expression, structure: Structure) -> Stat | None:
     if all(bool((o.index == wide.index).all()) for o in stats):
         return wide
     return None
-
-
-def _terms(e: Expression) -> list[Term]:
-    """All terms of an expression and of those inside of it."""
-    result = list(e.terms)
-    for o in _leaves(e):
-        if isinstance(o, Group):
-            result += o.expression.terms
-        elif isinstance(o, Link):
-            result += [t for a in o.arguments for t in a.terms]
-    return result
 
 
 def _flatten_cells(x: Tensor) -> Tensor:
@@ -652,19 +666,6 @@ def _closed_form(
     if affine.expression.terms and _is_gaussian(affine):
         return _ExpMean(affine, axes, shape)
     return None
-
-
-def _leaves(e: Expression) -> list[Operand]:
-    result: list[Operand] = []
-    for t in e.terms:
-        for o in t.operands:
-            result.append(o)
-            if isinstance(o, Group):
-                result += _leaves(o.expression)
-            elif isinstance(o, Link):
-                for a in o.arguments:
-                    result += _leaves(a)
-    return result
 
 
 def _find_predictors(

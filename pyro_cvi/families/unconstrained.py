@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.utils import _sum_rightmost
 
+from pyro_cvi.families.gaussian import GAUSSIAN
 from pyro_cvi.families.registry import family_of
 from pyro_cvi.families.wrappers import peel
 
@@ -103,9 +104,15 @@ def _mean(d: Any) -> Tensor:
     return value
 
 
-def has_bijection(d: Any) -> bool:
-    """Whether a law that has no family can be held by a Gaussian on the real line."""
-    if family_of(d) is not None or getattr(d, "has_enumerate_support", False):
+def has_bijection(d: Any, *, families_too: bool = False) -> bool:
+    """Whether a law can be held by a Gaussian on the real line, and has no family of its own.
+
+    With `families_too`, laws whose family is another than the Gaussian count as well.
+    """
+    family = family_of(d)
+    if family is GAUSSIAN or getattr(d, "has_enumerate_support", False):
+        return False
+    if family is not None and not families_too:
         return False
     if isinstance(peel(d), Unconstrained | dist.Delta) or getattr(d.support, "is_discrete", True):
         return False

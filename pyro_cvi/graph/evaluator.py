@@ -8,7 +8,6 @@ messages to all of its blocks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from pyro_cvi.estimators.statistics import Summed
 from pyro_cvi.graph.plan import Block, CompiledFactor, Plan
 from pyro_cvi.graph.process import Process
 from pyro_cvi.linalg import broadcast_shapes, matvec, or_zeros, sum_gradients
-from pyro_cvi.structured import ProcessBelief
+from pyro_cvi.structured import ProcessBelief, StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief
 
 __all__ = ["Evaluator", "Slope", "is_own", "moments_of"]
@@ -148,6 +147,11 @@ class Evaluator:
             self._moments = moments_of(self.plan, self.leaves, self.beliefs)
         return self._moments
 
+    @property
+    def moments(self) -> tuple[Moments, Leaves]:
+        """Moments of the sites and probabilities of the discrete blocks, with their graph."""
+        return self._now()
+
     def factor(self, f: CompiledFactor) -> Tensor:
         """E_q[log p] of a factor, with the graph to the leaves of its continuous blocks.
 
@@ -161,7 +165,7 @@ class Evaluator:
         if cached is None or cached.version != key:
             with torch.enable_grad():
                 moments, probabilities = self._now()
-                if self.plan.learns:
+                if self.plan.learns or f.is_whole:
                     value = f(moments, probabilities)
                 else:
                     value = self._statistics_of(f)(moments)
@@ -226,6 +230,13 @@ class Evaluator:
         moments = self._without_graph()[0]
         result: list[Tensor | None] = [None] * len(self.leaves[block.name])
         for f in factors:
+            if f.is_whole:
+                leaves = self.leaves[block.name]
+                grads = torch.autograd.grad(
+                    self.factor(f), leaves, retain_graph=True, allow_unused=True
+                )
+                result = [sum_gradients(a, b) for a, b in zip(result, grads, strict=True)]
+                continue
             with torch.no_grad():
                 table = f.expectation(moments)
             for w in f.weightings:
@@ -323,11 +334,7 @@ class Evaluator:
         sizes = []
         for f in self._factors[block.name]:
             with torch.no_grad():
-                size = f.expectation.magnitude(moments)
-                weight = f.weight_with(f.weightings, self.leaves)
-                value = size * weight
-                shape = broadcast_shapes(f.expectation.shape, value.shape)
-                sizes.append(value.abs().sum() * (math.prod(shape) / max(value.numel(), 1)))
+                sizes.append(f.magnitude(moments, self.leaves))
         zero = self.beliefs[block.name].tensors[0].new_zeros(())
         total = float(self._stacked(block, zero, sizes).sum())
         return total * torch.finfo(self.beliefs[block.name].tensors[0].dtype).eps
@@ -387,6 +394,21 @@ class Evaluator:
                 change += float((step * matvec(g, step)).sum())
         return change
 
+    def distance_left(self) -> float:
+        """1/2 d^T F d of the full step d of all blocks that are not exact: nats, near the optimum.
+
+        Blocks with a structure of their own, which have no metric, are left out.
+        """
+        total = 0.0
+        for block in self.plan.blocks:
+            belief = self.beliefs[block.name]
+            special = block.is_discrete or isinstance(belief, StructuredBelief)
+            if special or not block.moves or self.plan.is_exact(block):
+                continue
+            d = belief.direction(self.message(block))
+            total += 0.5 * block.scale * float(belief.inner(d, d).sum())
+        return total
+
     def weight_of(self, block: Block) -> float:
         """What the block's entropy counts for: the scale of its plates, times the temperature."""
         return block.scale * self.temperature
@@ -415,6 +437,13 @@ class Evaluator:
         for b in self.plan.blocks:
             total = self.beliefs[b.name].entropy() * b.scale + total
         return total
+
+    def rounding_of_bound(self) -> float:
+        """One unit of rounding of the summands of the bound, in nats; they may cancel each other."""
+        values = self._values([f for f in self.plan.factors if not f.sampled])
+        parts = [v.reshape(()) for v in values] + [b.entropy() for b in self.beliefs.values()]
+        units = [abs(float(x)) * torch.finfo(x.dtype).eps for x in parts]
+        return self.shards.number(sum(units))
 
     def elbo(self) -> float:
         """The ELBO without the sampled factors' part."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
 from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN, AbstractFamily
 from pyro_cvi.gaussians import Layout
-from pyro_cvi.graph.blocks import Form, block_label, gaussian_blocks, multiplied_sites
+from pyro_cvi.graph.blocks import Form, block_label, gaussian_blocks
 from pyro_cvi.graph.chain import Chain, chain_of
 from pyro_cvi.graph.discrete import chains
+from pyro_cvi.graph.joining import multiplied
+from pyro_cvi.graph.likeness import Foes, Turns, turns_of, with_foes
 from pyro_cvi.graph.process import process_of
+from pyro_cvi.graph.separating import to_separate
 from pyro_cvi.graph.stacking import alike, roles, stack, with_blocks_as_sites
 from pyro_cvi.graph.symbolic import Factor, Latent, Symbolic
 from pyro_cvi.graph.views import Viewed
@@ -198,6 +202,26 @@ class CompiledFactor:
         """Sites of which this factor needs samples."""
         return frozenset(s for s, h in self.how.items() if h.kind == "sampled")
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the factor is a function of all moments at once, of which nothing is summed before."""
+        return False
+
+    @property
+    def cells(self) -> int:
+        """How many numbers the factor is a density of; 0 where that is not known."""
+        return math.prod(self.expectation.shape)
+
+    def magnitude(
+        self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]
+    ) -> Tensor:
+        """The sum of the sizes of all terms, which may cancel each other in the value."""
+        value = self.expectation.magnitude(moments) * self.weight_with(
+            self.weightings, probabilities
+        )
+        shape = broadcast_shapes(self.expectation.shape, value.shape)
+        return value.abs().sum() * (math.prod(shape) / max(value.numel(), 1))
+
     def __call__(self, moments: Moments, probabilities: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
         """sum over cells of weight * E_q[log p]; `probabilities` of the discrete blocks."""
         value = self.expectation(moments)
@@ -243,7 +267,8 @@ class Plan:
     `learns` says that the model has parameters for the user's optimiser; a `stochastic` plan sees
     part of a plate's elements at a time.
 
-    `scattered` sites start at a draw from the prior, for their prior mean may be a saddle.
+    `scattered` sites start at a draw from the prior, for their prior mean may be a saddle. `apart` has
+    for a Gaussian site those that it multiplies, which are therefore in other blocks.
     """
 
     latents: dict[str, Latent]
@@ -253,6 +278,7 @@ class Plan:
     stochastic: bool
     learns: bool
     scattered: frozenset[str] = frozenset()
+    apart: Foes = field(default_factory=dict)
 
     @cached_property
     def _by_block(self) -> dict[str, list[CompiledFactor]]:
@@ -265,6 +291,9 @@ class Plan:
     def factors_of(self, block: str) -> list[CompiledFactor]:
         """The factors that touch a block."""
         return self._by_block[block]
+
+    def block_named(self, name: str) -> Block:
+        return self._block_by_name[name]
 
     def block_of(self, site: str) -> Block:
         return self._block_by_name[self.structure.block_of(site)]
@@ -288,6 +317,11 @@ class Plan:
     def drawn(self) -> frozenset[str]:
         """The blocks whose sites are to have a diagonal posterior, from draws."""
         return frozenset(b.name for b in self.blocks if self.latents[b.sites[0]].diagonal)
+
+    @cached_property
+    def joint(self) -> frozenset[str]:
+        """The sites of the joint block."""
+        return frozenset(n for n, x in self.latents.items() if x.joint)
 
     def noisy(self) -> frozenset[str]:
         """The blocks that sampled factors touch."""
@@ -323,11 +357,13 @@ def make_blocks(
     parts: Mapping[str, tuple[Part, ...]],
     plain: frozenset[str],
     drawn: frozenset[str],
-) -> tuple[tuple[Block, ...], list[Viewed]]:
-    """Blocks for the latents of a symbolic run, and how the factors see those that have views."""
+    foes: Foes,
+    turns: Sequence[Turns],
+) -> tuple[tuple[Block, ...], list[Viewed], list[Factor]]:
+    """Blocks for the latents of a symbolic run, their views, and the factors as they see them."""
     blocks: list[Block] = []
-    gaussian = gaussian_blocks(
-        symbolic.latents, symbolic.factors, max_dense_dim, parts, plain, drawn
+    gaussian, factors = gaussian_blocks(
+        symbolic.latents, symbolic.factors, turns, max_dense_dim, parts, plain, drawn, foes
     )
     by_first = {g.sites[0]: g for g in gaussian}
     chain = {sites[0]: sites for sites in chains(symbolic.latents, symbolic.factors)}
@@ -373,7 +409,7 @@ def make_blocks(
     # Discrete blocks last: their start breaks symmetry only when the continuous blocks look at them
     # first.
     blocks.sort(key=lambda b: b.is_discrete)
-    return tuple(blocks), [g.viewed for g in gaussian if g.viewed is not None]
+    return tuple(blocks), [g.viewed for g in gaussian if g.viewed is not None], factors
 
 
 def _placement(
@@ -402,18 +438,25 @@ def _structure(
     return Structure(family, block, layout, owner)
 
 
-def _seen(symbolic: Symbolic, viewed: Sequence[Viewed]) -> Symbolic:
-    """The run with its factors rewritten where they see a block through views."""
-    factors = symbolic.factors
-    for v in viewed:
-        factors = [v.factors.get(f.name, f) for f in factors if f.name not in v.priors]
-    return replace(symbolic, factors=factors)
+def _blocks_again(
+    before: Sequence[Block], symbolic: Symbolic
+) -> tuple[tuple[Block, ...], list[Viewed], list[Factor]]:
+    """The same blocks for another run of the model: with its data, or with its parameters."""
+    blocks, viewed, factors = [], [], list(symbolic.factors)
+    for b in before:
+        if b.form is not None:
+            b, v = _viewed_again(b, symbolic, factors)
+            viewed.append(v)
+            factors = v.seen(factors)
+        blocks.append(b)
+    return tuple(blocks), viewed, factors
 
 
-def _viewed_again(block: Block, symbolic: Symbolic) -> tuple[Block, Viewed]:
-    """A block with views for another run of the model: with its data, or with its parameters."""
+def _viewed_again(
+    block: Block, symbolic: Symbolic, factors: Sequence[Factor]
+) -> tuple[Block, Viewed]:
     again = chain_of if isinstance(block.form, Chain) else process_of
-    found = again(block.name, block.sites, symbolic.latents, symbolic.factors, kept=True)
+    found = again(block.name, block.sites, symbolic.latents, factors, kept=True)
     if found is None:
         raise CVIError(
             message(
@@ -492,13 +535,12 @@ def _compiled(
     edges = []
     how: dict[str, How] = {}
     blocks = {structure.block_of(s) for s in expectation.how}
-    for f in group:
-        own = _how_by_site(f, expectation.how, structure)
-        unread = {s for t in f.expression.terms for s in t.sites} - set(expectation.how)
-        if len(group) == 1 and unread and f.expression.shape != (0,):
-            raise AssertionError(
-                f"factor '{f.name}' reads {sorted(unread)} and sends no message there"
-            )
+    if len(group) == 1:
+        unread = {s for t in one.expression.terms for s in t.sites} - set(expectation.how)
+        if unread and one.expression.shape != (0,):
+            raise AssertionError(f"factor '{one.name}' sends no message to {sorted(unread)}")
+    for f, seen in ((m, x) for x in group for m in x.members or (x,)):
+        own = _how_by_site(f, seen, expectation.how, structure)
         own = {s: own[s] for s in sorted(own, key=order.__getitem__)}
         own |= {s: How("sampled", why) for s, why in f.forced.items() if s in structure.block}
         blocks |= {structure.block_of(s) for s in own}
@@ -521,14 +563,21 @@ def _compiled(
     )
 
 
-def _how_by_site(f: Factor, how: Mapping[str, How], structure: Structure) -> dict[str, How]:
-    """How each of the factor's own sites was treated, be it read by its own name or by its block's."""
+def _how_by_site(
+    f: Factor, seen: Factor, how: Mapping[str, How], structure: Structure
+) -> dict[str, How]:
+    """How each of the factor's own sites was treated, be it read by its own name or by its block's.
+
+    `seen` is the factor that stands for this one, which reads some sites in views.
+    """
     own: dict[str, How] = {}
     for s in f.expression.sites:
-        h = how.get(s) or how.get(structure.block[s])
+        views = [v for v, sites in seen.behind.items() if f is not seen and s in sites]
+        found = [how.get(v) or how.get(structure.block[v]) for v in views or (s,)]
         for site in f.behind.get(s, (s,)):
-            if h is not None and (site not in own or h.rank > own[site].rank):
-                own[site] = h
+            for h in found:
+                if h is not None and (site not in own or h.rank > own[site].rank):
+                    own[site] = h
     return own
 
 
@@ -572,41 +621,51 @@ def make_plan(
     learns: bool = False,
     drawn: frozenset[str] = frozenset(),
     spread: bool = False,
+    foes: Foes = MappingProxyType({}),
+    turns: Sequence[Turns] = (),
 ) -> Plan:
     """Compile a plan; the blocks of `previous` are kept (its posterior lives in them).
 
     `parts` names the subsampled plates around each latent; blocks with sites of `drawn`, which are
-    sampled, are dense, plated or diagonal. With `spread` other processes have other data.
+    sampled, are dense, plated or diagonal. With `spread` other processes have other data. `foes` are
+    to be in different blocks, as are those that multiply each other. `turns` are the factors by form.
     """
     parts, unseen = parts or {}, symbolic
+    turns = turns or turns_of(symbolic.factors)
+    again = partial(
+        make_plan, symbolic, max_dense_dim,
+        parts=parts, stochastic=stochastic, learns=learns, spread=spread, turns=turns,
+    )  # fmt: skip
     plain = drawn
     if stochastic or spread:  # the predictors are others each time, or elsewhere
         plain = frozenset(symbolic.latents)
-    viewed: list[Viewed] = []
     if previous is None:
-        blocks, viewed = make_blocks(symbolic, max_dense_dim, parts, plain, drawn)
-    elif any(parts.values()):
-        sizes = {p.name: p.size for ps in parts.values() for p in ps}
-        blocks = tuple(b.sized(sizes) for b in previous.blocks)
+        blocks, viewed, seen = make_blocks(
+            symbolic, max_dense_dim, parts, plain, drawn, foes, turns
+        )
     else:
-        blocks = previous.blocks
-    if previous is not None and any(b.form for b in blocks):
-        again = [(b, None) if b.form is None else _viewed_again(b, symbolic) for b in blocks]
-        blocks, viewed = tuple(b for b, _ in again), [v for _, v in again if v is not None]
+        sizes = {p.name: p.size for ps in parts.values() for p in ps}
+        before = [b.sized(sizes) for b in previous.blocks] if sizes else previous.blocks
+        blocks, viewed, seen = _blocks_again(before, symbolic)
     structure = _structure(symbolic.latents, blocks, viewed)
-    symbolic = _seen(symbolic, viewed)
+    symbolic = replace(symbolic, factors=seen)
     known = () if previous is None or viewed else previous.factors
     factors = compile_factors(symbolic, blocks, structure, known=known)
     factors += _kept_priors(blocks, viewed)
-    sampled = frozenset().union(*(f.blocks for f in factors if f.sampled))
-    special = [b for b in blocks if b.form is not None or b.structure == "sliced"]
-    more = frozenset(s for b in special if b.name in sampled for s in b.sites)
-    if more and previous is None:
-        return make_plan(
-            unseen, max_dense_dim, parts=parts, stochastic=stochastic, learns=learns,
-            drawn=drawn | more, spread=spread,
-        )  # fmt: skip
-    _check_factors(symbolic, factors)
+    if previous is None and any(f.sampled for f in factors):
+        names = {name for f in factors if f.sampled for name, *_ in f.edges}
+        found = [f for f in unseen.factors if f.name in names]
+        structure = _structure(symbolic.latents, blocks)
+        apart = to_separate(found, turns, structure, symbolic.latents)
+        if any(found - foes.get(s, set()) for s, found in apart.items()):
+            return again(drawn=drawn, foes=with_foes(foes, apart))
+        sampled = frozenset().union(*(f.blocks for f in factors if f.sampled))
+        special = [b for b in blocks if b.form is not None or b.structure == "sliced"]
+        more = frozenset(s for b in special if b.name in sampled for s in b.sites)
+        if more:
+            return again(drawn=drawn | more, foes=foes)
+    _check_factors(unseen, factors)
+    products = multiplied(symbolic.latents, turns)
     return Plan(
         symbolic.latents,
         blocks,
@@ -614,7 +673,8 @@ def make_plan(
         structure,
         stochastic,
         learns,
-        multiplied_sites(symbolic.latents, unseen.factors) | _sampled(factors),
+        frozenset(products) | _sampled(factors),
+        with_foes(products, foes) if previous is None else previous.apart,
     )
 
 

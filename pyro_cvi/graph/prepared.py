@@ -13,8 +13,9 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.densities import sites_inside
-from pyro_cvi.errors import CVIError, ModelError, message
+from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import BETA, DIRICHLET, Unconstrained
+from pyro_cvi.graph.beginning import Beginning, begun
 from pyro_cvi.graph.check import (
     all_opaque,
     checked,
@@ -33,8 +34,11 @@ from pyro_cvi.graph.discrete import (
 from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.pins import jacobian_factors, pin_factors
 from pyro_cvi.graph.plan import Block, Plan, make_plan
+from pyro_cvi.graph.pointed import MOST_SCALARS, joinable, with_points
+from pyro_cvi.graph.points import centre, check_run, first_line, first_run, towards
 from pyro_cvi.graph.symbolic import (
     Call,
+    Joined,
     Known,
     Latent,
     Symbolic,
@@ -81,7 +85,7 @@ class Prepared:
 
     `key` says what a symbolic run must have in common with this one for its latents to be the same; None
     where that cannot be told. Of latents whose prior depends on others, it is not known after such a
-    run: `start` finds it out. `priors` are those that are constant.
+    run: `begun` finds it out. `priors` are those that are constant.
     """
 
     plan: Plan
@@ -101,6 +105,7 @@ class Prepared:
     key: tuple[Any, ...] | None = None
     call: Call | None = None
     priors: Mapping[str, Known] = field(default_factory=dict)
+    joint: frozenset[str] = frozenset()
 
     def start(self, block: Block, located: Mapping[str, Tensor] | None = None) -> Belief:
         """Where the posterior of a block starts; what is said of states asks for no priors."""
@@ -110,17 +115,17 @@ class Prepared:
     @cached_property
     def _with_priors(self) -> Plan:
         """The plan with the priors of all latents."""
-        latents = self.plan.latents
-        if self.call is None or all(x.prior is not None for x in latents.values()):
-            return self.plan
-        call, random = self.call, torch.get_rng_state()
-        trace = first_run(call.model, call.args, call.kwargs, call.subsample)
-        torch.set_rng_state(random)  # whether this was needed must not be seen in the draws
-        found, _ = describe_latents(trace)
-        fresh = {
-            n: replace(x, prior=found[n].prior, value=found[n].value) for n, x in latents.items()
-        }
-        return replace(self.plan, latents=fresh)
+        return begun(self.plan, self.call, self.priors, {}, tested=False).plan
+
+    def beginning(self, located: Mapping[str, Tensor], *, again: bool = False) -> Beginning:
+        """Where a fit of the whole plan begins."""
+        return begun(self.plan, self.call, self.priors, located, again=again)
+
+    @property
+    def observed_cells(self) -> int:
+        """How many observed numbers the model has; at least one."""
+        sites = [s for s in self.trace.nodes.values() if is_factor_site(s) and s["is_observed"]]
+        return max(1, sum(s["value"].numel() for s in sites if isinstance(s["value"], Tensor)))
 
     @property
     def has_local(self) -> bool:
@@ -133,13 +138,17 @@ class Prepared:
             return False
         try:
             with torch.no_grad(), pyro.validation_enabled(False):
-                trace = plain_trace(model, args, kwargs, self.point)
+                trace = plain_trace(_joined(model, self.joint), args, kwargs, self.point)
                 if trace.changed:  # another minibatch
                     return False
                 key = fingerprint(trace)
         except Exception:
             return False
         return _same(key, self.fingerprint)
+
+
+def _joined(model: Model, sites: frozenset[str]) -> Model:
+    return Joined(model, sites) if sites else model
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
@@ -157,14 +166,54 @@ def prepare(
     chunk: Mapping[str, tuple[int, Tensor]] | None = None,
     beside: Mapping[str, Tensor] | None = None,
     spread: frozenset[str] = frozenset(),
+    joint: frozenset[str] = frozenset(),
+    max_joint_dim: int = MOST_SCALARS,
+    init_loc_fn: Callable[..., Any] | None = None,
 ) -> Prepared:
     """Trace, analyse, compile and check the model; reuse the blocks of a previous plan.
 
     `chosen` are the elements for plates that would draw theirs. With `chunk` (plate: full size and
     elements) the arguments are a part of larger data. `beside` are the parameters of other guides, whose
     sites the model is given draws of: others at each analysis, and perhaps with a gradient. Of plates
-    that are `spread` other processes have other elements.
+    that are `spread` other processes have other elements. The sites of `joint` share one Gaussian of
+    their unconstrained values; so do those of factors that would be sampled, up to `max_joint_dim`
+    scalars. The model is first seen where `init_loc_fn` places its sites.
     """
+    options: dict[str, Any] = {
+        "chosen": chosen, "chunk": chunk, "beside": beside, "spread": spread,
+        "init_loc_fn": init_loc_fn,
+    }  # fmt: skip
+    if previous is not None:
+        return _prepare(model, args, kwargs, max_dense_dim, previous, previous.joint, **options)
+    found = plain = _prepare(model, args, kwargs, max_dense_dim, None, joint, **options)
+    tried: set[frozenset[str]] = set()
+    while not spread and found.plan.sampled_sites():
+        most = min(max_joint_dim, max_dense_dim)
+        sets = joinable(found.plan, most) + joinable(plain.plan, most)
+        further = next((s for s in sets if s not in tried), None)
+        if further is None:
+            return plain
+        tried.add(further)
+        found = _prepare(model, args, kwargs, max_dense_dim, None, further, **options)
+    return found
+
+
+def _prepare(
+    model: Model,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_dense_dim: int,
+    previous: Prepared | None,
+    joint: frozenset[str],
+    *,
+    chosen: Window | None,
+    chunk: Mapping[str, tuple[int, Tensor]] | None,
+    beside: Mapping[str, Tensor] | None,
+    spread: frozenset[str],
+    init_loc_fn: Callable[..., Any] | None,
+) -> Prepared:
+    """`prepare` with the sites of `joint` in one block."""
+    model = _joined(model, joint)
     checks = previous is None or _is_power_of_two(previous.age + 1)
     if previous is not None and not checks and _is_analysed_often(previous, beside):
         like = _prepared_like(
@@ -172,7 +221,7 @@ def prepare(
         )
         if like is not None:
             return like
-    trace = first_run(model, args, kwargs, chosen)
+    trace = first_run(model, args, kwargs, chosen, init_loc_fn)
     latents, nesting = describe_latents(trace)
     if not latents:
         raise CVIError(
@@ -200,7 +249,7 @@ def prepare(
     age = previous.age + 1 if again and previous is not None else 0
     unchecked, is_read = _run(call)
     if age == 0 or _is_power_of_two(age):
-        symbolic, point = _verified(call, unchecked)
+        symbolic, point = _verified(call, unchecked, trace.is_drawn)
         lost: Mapping[str, str] = _made_opaque(unchecked, symbolic)
     else:  # a minibatch, or parameters, like those before: they were checked
         assert previous is not None
@@ -208,17 +257,18 @@ def prepare(
         symbolic, point = _lose(unchecked, lost), {n: x.value for n, x in latents.items()}
     old = None if previous is None else previous.plan
     plan = _planned(symbolic, trace, max_dense_dim, around, old, beside is not None, bool(spread))
+    plan = with_points(plan, call)
     check_local_data(plan, parts)
     learnt = {**_parameters(trace), **(beside or {})}
     key = signature(unchecked.trace, latents) if is_read else None
     found = Prepared(
         plan, nesting, indices, {}, (), trace, learnt, parts, window, trace.given, call.depends, age,
-        _sizes(trace), lost, key, call, unchecked.priors,
+        _sizes(trace), lost, key, call, unchecked.priors, joint,
     )  # fmt: skip
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return found
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
-    point = {n: _towards_mean(latents[n], v, _SHRINK[0]) for n, v in point.items()}
+    point = {n: _nearer(latents[n], v, _SHRINK[0], trace.is_drawn) for n, v in point.items()}
     near = call.plain(point)
     return replace(found, point={**point, **indices}, fingerprint=fingerprint(near))
 
@@ -371,19 +421,20 @@ def _planned(
     return make_plan(pinned, max_dense_dim, previous, **options)
 
 
-def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
+def _verified(call: Call, symbolic: Symbolic, is_drawn: bool) -> tuple[Symbolic, Values]:
     """The symbolic run after the self-check, and the random point of the check."""
-    fresh = call.plain({}, one_state=True)
-    check_batch(fresh, factor_values(fresh))
-    point = {n: fresh.nodes[n]["value"] for n in call.latents}
-    edge = [n for n, x in call.latents.items() if x.family in (BETA, DIRICHLET)]
-    inner = {n: _towards_mean(call.latents[n], point[n], _INSIDE) for n in edge}
+    latents = call.latents
+    fresh, found = check_run(call, is_drawn)
+    check_batch(fresh, found)
+    point = {n: fresh.nodes[n]["value"] for n in latents}
+    edge = [n for n, x in latents.items() if x.family in (BETA, DIRICHLET)]
+    inner = {n: _nearer(latents[n], point[n], _INSIDE, is_drawn) for n in edge}
     point |= inner
-    discrete = enumerated_values(call.latents)
+    discrete = enumerated_values(latents)
     if discrete:  # every branch counts, not only the one that this draw took
         check_plates(call, symbolic)
-        if shares_dims(call.latents) or _is_small(call.latents):
-            near = {n: _towards_mean(x, point[n], _SHRINK[0]) for n, x in call.latents.items()}
+        if shares_dims(latents) or _is_small(latents):
+            near = {n: _nearer(x, point[n], _SHRINK[0], is_drawn) for n, x in latents.items()}
             run = call.plain({n: near[n] for n in near if n not in discrete})
             lost = {n for f in symbolic.factors for n in f.forced if n not in discrete}
             held = call.symbolic({n: run.nodes[n]["value"] for n in lost}) if lost else symbolic
@@ -391,12 +442,13 @@ def _verified(call: Call, symbolic: Symbolic) -> tuple[Symbolic, Values]:
         point |= discrete
     if discrete or inner:
         fresh = call.plain(point)
-    runs, values = [fresh], [factor_values(fresh)]
+        found = factor_values(fresh)
+    runs, values = [fresh], [found]
     result = checked(symbolic, runs, values)
     for shrink in _SHRINK:
         if not _made_opaque(symbolic, result):
             break
-        closer = {n: _towards_mean(call.latents[n], v, shrink) for n, v in point.items()}
+        closer = {n: _nearer(latents[n], v, shrink, is_drawn) for n, v in point.items()}
         runs.append(call.plain(closer))
         values.append(factor_values(runs[-1]))
         result = checked(symbolic, runs, values)
@@ -431,41 +483,6 @@ def _parameters(trace: poutine.Trace) -> dict[str, Tensor]:
     return found
 
 
-def first_run(
-    model: Model,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    chosen: Window | None = None,
-) -> poutine.Trace:
-    """An ordinary run; what torch says about dtypes and shapes is given a site and a remedy."""
-    try:
-        try:
-            trace = plain_trace(model, args, kwargs, {}, chosen, one_state=True)
-        except Exception as error:
-            if "Simplex" in str(error):  # float32 draws of a long Dirichlet sum to one to 1e-6 only
-                with pyro.validation_enabled(False):
-                    trace = plain_trace(model, args, kwargs, {}, chosen, one_state=True)
-            else:  # perhaps the model needs a state for every element
-                trace = plain_trace(model, args, kwargs, {}, chosen)
-        check_data(trace)
-        factor_values(trace)
-        return trace
-    except CVIError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        said = _first_line(error)
-        if "dtype" in said:
-            expected, remedy = "one floating dtype", "convert the data, as by x.to(torch.float32)"
-        elif any(word in said for word in ("size", "shape", "broadcast")):
-            expected = "shapes that broadcast"
-            remedy = "compare the shapes of data, plates and parameters at that statement"
-        else:
-            raise
-        where = getattr(error, "last_site", None)
-        place = f"model, at or after site '{where}'" if where else "model, before its first site"
-        raise ModelError(message(place, said.rstrip("."), expected, remedy)) from error
-
-
 def _run(call: Call) -> tuple[Symbolic, bool]:
     """The symbolic run; a model that cannot run on symbols (False) is sampled as a whole."""
     try:
@@ -483,7 +500,7 @@ def _run(call: Call) -> tuple[Symbolic, bool]:
             raise CVIError(
                 message(
                     f"discrete site '{discrete[0]}'",
-                    f"the model raised {type(again).__name__} ({_first_line(again)}) when all values "
+                    f"the model raised {type(again).__name__} ({first_line(again)}) when all values "
                     "of its discrete sites were tried at once",
                     "a model that broadcasts over an enumeration dim left of its plates",
                     "use torch.where or indexing in place of Python branches, .item() and loops over "
@@ -493,10 +510,6 @@ def _run(call: Call) -> tuple[Symbolic, bool]:
         reason = f"the model raised {type(error).__name__} on symbolic values"
         factors = [all_opaque(f, symbolic, reason) for f in symbolic.factors]
         return replace(symbolic, factors=factors), False
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:120]
 
 
 def _made_opaque(before: Symbolic, after: Symbolic) -> dict[str, str]:
@@ -513,16 +526,11 @@ def _lose(symbolic: Symbolic, lost: Mapping[str, str]) -> Symbolic:
     return replace(symbolic, factors=factors)
 
 
-def _towards_mean(latent: Latent, value: Tensor, shrink: float) -> Tensor:
-    """A point near the prior's mean, for sites whose support is convex."""
+def _nearer(latent: Latent, value: Tensor, share: float, is_drawn: bool) -> Tensor:
+    """A point near the middle of the prior, or near where the first run was; of states the same."""
     if latent.enum_dim is not None:
         return value
-    try:
-        mean = latent.prior.mean
-    except (NotImplementedError, AttributeError, RuntimeError):  # a Wishart of one df and a batch
-        return value
-    moved = mean + shrink * (value - mean)
-    return torch.where(moved.isfinite(), moved, value)
+    return towards(centre(latent.prior) if is_drawn else latent.value.detach(), value, share)
 
 
 def _is_subsampled(trace: poutine.Trace) -> bool:

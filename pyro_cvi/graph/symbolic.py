@@ -7,7 +7,6 @@ as weights.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,11 +49,12 @@ from pyro_cvi.families import (
     has_bijection,
     peel,
 )
-from pyro_cvi.linalg import broadcast_shapes
+from pyro_cvi.graph.masked import fill_masked
 
 __all__ = [
     "Call",
     "Factor",
+    "Joined",
     "Latent",
     "Symbolic",
     "describe_latents",
@@ -68,6 +68,8 @@ __all__ = [
 ]
 
 Model = Callable[..., Any]
+Choose = Callable[[Any], Tensor | None]
+"""A value for a site of a run, from the message about it."""
 DIAGONAL = "its posterior is to be diagonal, and its messages are sampled"
 
 
@@ -79,7 +81,8 @@ class Latent:
     discrete site is enumerated, and `support` its values, (K, *event). A site whose prior has no family
     stands for its unconstrained value u: shapes, prior and value are those of u, and x = `transform`(u).
     A site that is `held` keeps its prior for its posterior: `infer={"posterior": "prior"}`. One that is
-    `diagonal`, `infer={"posterior": "diagonal"}`, is hidden from the algebra after its own prior.
+    `diagonal`, `infer={"posterior": "diagonal"}`, is hidden from the algebra after its own prior. All
+    that are `joint`, `infer={"posterior": "joint"}`, share one Gaussian of their unconstrained values.
     `own_support` is that of x where x = T(u), `dtype` that of a discrete site's log density; `prior` is
     None where it is not known (see `Prepared.start`).
     """
@@ -97,6 +100,7 @@ class Latent:
     transform: Any = None
     held: bool = False
     diagonal: bool = False
+    joint: bool = False
     own_support: Any = None
     dtype: torch.dtype | None = None
 
@@ -119,7 +123,8 @@ class Factor:
 
     `enumerated` lists the discrete sites along whose dims `expression` varies. `forced` maps sites
     whose value left the algebra before this factor to the reason. `plates` names those around it.
-    `behind` has the latent sites of each view that the expression reads.
+    `behind` has the latent sites of each view that the expression reads. One that stands for several
+    statements of a loop has these as its `members`, as they were before views.
     """
 
     name: str
@@ -131,6 +136,7 @@ class Factor:
     position: int = 0
     plates: frozenset[str] = frozenset()
     behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    members: tuple[Factor, ...] = ()
 
 
 Known = tuple[tuple[Any, ...], Factor]
@@ -236,14 +242,39 @@ class _OnRealLine(Messenger):
     """
 
     def _pyro_sample(self, msg: Any) -> None:
-        if is_factor_site(msg) and not msg["is_observed"] and has_bijection(msg["fn"]):
-            msg["fn"] = Unconstrained(msg["fn"])
+        if is_factor_site(msg) and not msg["is_observed"]:
+            joint = msg["infer"].get("posterior") == "joint"
+            if has_bijection(msg["fn"], families_too=joint):
+                msg["fn"] = Unconstrained(msg["fn"])
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if is_factor_site(msg) and isinstance(msg["fn"], Unconstrained):
             msg["value"] = msg["fn"].transform(msg["value"])
         if is_factor_site(msg) and msg["infer"].get("posterior") == "diagonal":
             msg["value"] = hidden(msg["value"], DIAGONAL)
+
+
+class Joined:
+    """A model of which some sites are to have one joint posterior, unless they ask for another."""
+
+    def __init__(self, model: Model, sites: frozenset[str]) -> None:
+        self.model, self.sites = model, sites
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Joint(self.sites):
+            return self.model(*args, **kwargs)
+
+
+class _Joint(Messenger):
+    """Say of some sites that their posterior is to be joint."""
+
+    def __init__(self, sites: frozenset[str]) -> None:
+        super().__init__()
+        self.sites = sites
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.sites:
+            msg["infer"] = {"posterior": "joint", **msg["infer"]}
 
 
 def traced(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> poutine.Trace:
@@ -324,16 +355,18 @@ def plain_trace(
     chosen: Mapping[str, Tensor] | None = None,
     *,
     one_state: bool = False,
+    choose: Choose | None = None,
 ) -> poutine.Trace:
     """One ordinary run with some site values given; hidden from handlers outside.
 
     `chosen` are indices for plates that would draw theirs. The trace's `given` names the plates whose
     indices came from the model, and `changed` says that these were not the ones replayed. With
-    `one_state` all elements of a finite discrete site share a state, of batch dims of size one.
+    `one_state` all elements of a finite discrete site share a state, of batch dims of size one. Other
+    latents take the value that `choose` finds for their site, or a draw where that is None.
     """
     seen = _Prior(values, chosen, one_state=one_state)
     try:
-        with poutine.block(), seen, without_false_alarms():
+        with poutine.block(), _Chooser(choose), seen, without_false_alarms():
             trace = traced(model, args, kwargs)
             trace.given, trace.changed = frozenset(seen.given), seen.changed
             return trace
@@ -428,7 +461,7 @@ def _describe(site: Any, nesting: int) -> Latent:
     ref = SiteRef(name, tuple(value.shape), event_dim, kind)
     latent = Latent(
         name, family, ref, batch, event_dim, fn, value, plates,
-        held=wanted == "prior", diagonal=wanted == "diagonal",
+        held=wanted == "prior", diagonal=wanted == "diagonal", joint=wanted == "joint",
     )  # fmt: skip
     if not isinstance(fn, Unconstrained):
         return latent
@@ -498,13 +531,13 @@ def _values_of(name: str, fn: Any) -> Any:
 
 
 def _wanted_posterior(site: Any, family: AbstractFamily | None) -> str | None:
-    """What `infer` says of the posterior: that it is the prior (a Normal one), or diagonal."""
+    """What `infer` says of the posterior: that it is the prior (a Normal one), diagonal or joint."""
     wanted: str | None = site["infer"].get("posterior")
-    if wanted is None or (wanted == "diagonal" and family is GAUSSIAN):
+    if wanted is None or (wanted in ("diagonal", "joint") and family is GAUSSIAN):
         return wanted
     found, fn = f"infer={{'posterior': {wanted!r}}}", site["fn"]
     core = peel(fn.constrained if isinstance(fn, Unconstrained) else fn)
-    if wanted == "diagonal":
+    if wanted in ("diagonal", "joint"):
         found += f" on a {type(core).__name__}"
         remedy = "leave it out for this site; its scalars have no Gaussian posterior"
     elif wanted != "prior":
@@ -518,7 +551,8 @@ def _wanted_posterior(site: Any, family: AbstractFamily | None) -> str | None:
     else:
         return wanted
     expected = (
-        '"prior", on a Normal site without a mask, or "diagonal", on one with a Gaussian posterior'
+        '"prior", on a Normal site without a mask, or "diagonal" or "joint", on one with a Gaussian '
+        "posterior"
     )
     raise CVIError(message(f"latent site '{site['name']}'", found, expected, remedy))
 
@@ -578,17 +612,16 @@ def _no_family(name: str, fn: Any) -> str:
 
 
 class _Chooser(Messenger):
-    """Latent sites take the values that a function finds for them."""
+    """Latent sites that have no value yet take the one that a function finds for them."""
 
-    def __init__(
-        self, latents: Mapping[str, Latent], choose: Callable[[str, Any], Tensor | None]
-    ) -> None:
+    def __init__(self, choose: Choose | None) -> None:
         super().__init__()
-        self.latents, self.choose = latents, choose
+        self.choose = choose
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self.latents and not msg["is_observed"]:
-            value = self.choose(msg["name"], msg["fn"])
+        is_latent = is_factor_site(msg) and not msg["is_observed"]
+        if self.choose is not None and is_latent and not msg["done"]:
+            value = self.choose(msg)
             if value is not None:
                 msg["value"], msg["done"] = value, True
 
@@ -605,27 +638,37 @@ class Call:
     subsample: Mapping[str, Tensor]
     depends: Mapping[str, frozenset[str]] | None = None
 
-    def plain(self, values: Mapping[str, Tensor], *, one_state: bool = False) -> poutine.Trace:
+    def plain(
+        self,
+        values: Mapping[str, Tensor],
+        *,
+        one_state: bool = False,
+        choose: Choose | None = None,
+    ) -> poutine.Trace:
         """An ordinary run on the same minibatch, with some site values given.
 
         Not validated: draws of a prior may lie on a boundary to rounding.
         """
         given = {**self.subsample, **values}
         with pyro.validation_enabled(False):
-            return plain_trace(self.model, self.args, self.kwargs, given, one_state=one_state)
+            return plain_trace(
+                self.model, self.args, self.kwargs, given, one_state=one_state, choose=choose
+            )
 
     def ancestral(self, choose: Callable[[str, Any], Tensor | None]) -> dict[str, Tensor]:
         """Values of the latents, each `choose(name, prior)`, with the prior given those before it.
 
         Where that is None the value is a draw.
         """
-        chooser = _Chooser(self.latents, choose)
+        chooser = _Chooser(
+            lambda site: choose(site["name"], site["fn"]) if site["name"] in self.latents else None
+        )
         with (
             poutine.block(),
             pyro.validation_enabled(False),
             torch.no_grad(),
-            _Prior(self.subsample, one_state=True),
             chooser,
+            _Prior(self.subsample, one_state=True),
         ):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         return {n: trace.nodes[n]["value"] for n in self.latents}
@@ -781,41 +824,3 @@ def parameter_dtype(fn: Any) -> torch.dtype | None:
             if inner is not None:
                 return inner
     return None
-
-
-def _inner_value(support: Any) -> Any:
-    """A value inside of a support that may differ from cell to cell, as that of counts out of n."""
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    low, high = (getattr(support, n, None) for n in ("lower_bound", "upper_bound"))
-    if low is None or support.is_discrete:
-        return low
-    return None if high is None else (low + high) / 2
-
-
-def fill_masked(value: Any, mask: Tensor, fn: Any) -> Any:
-    """Masked cells may hold NaN: give them the value of a cell that counts, or one of their support."""
-    if isinstance(value, LatentTensor) or not isinstance(value, Tensor):
-        return value
-    if bool(mask.all()) or not bool(mask.any()):
-        number = 0.0 if getattr(fn.support, "is_discrete", False) else 0.5
-        return value if bool(mask.any()) else torch.nan_to_num(value, number, number, number)
-    event_dim = fn.event_dim
-    batch = broadcast_shapes(mask.shape, value.shape[: value.ndim - event_dim])
-    event = value.shape[value.ndim - event_dim :]
-    wide, where = value.expand(*batch, *event), mask.expand(batch)
-    first = int(where.reshape(-1).nonzero()[0])
-    filler = wide.reshape(math.prod(batch), *event)[first]
-    filled = torch.where(where.reshape(*batch, *([1] * event_dim)), wide, filler)
-    try:
-        inside = fn.support.check(filled)
-    except (NotImplementedError, RuntimeError):
-        return filled
-    own = _inner_value(fn.support)
-    if bool(inside.all()) or own is None:
-        return filled
-    drawn = torch.as_tensor(own, dtype=filled.dtype, device=filled.device)
-    kept = (
-        inside.expand(batch) | where
-    )  # a value of the data outside of the support is an error elsewhere
-    return torch.where(kept.reshape(*batch, *([1] * event_dim)), filled, drawn)

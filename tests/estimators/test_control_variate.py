@@ -52,7 +52,7 @@ def test_the_control_leaves_the_mean_and_lowers_the_noise_at_convergence(
 ) -> None:
     """Where sites meet in a factor, as in `rates`, what no product of statistics can follow remains."""
     site = "z"
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     cvi = CVI(model, guide)
     cvi.run(num_steps=150, tol=0.0)
     prepared = guide.prepared

@@ -137,7 +137,7 @@ def cases() -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
 def test_the_fit_is_a_stationary_point_of_the_bound(name: str) -> None:
     model, args = cases()[name]
     pyro.set_rng_seed(1)
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     result = CVI(model, guide, num_samples=32).run(*args, num_steps=400)
     assert result.converged, result.reason
     left = moved_by_the_gradient(model, args, guide)
@@ -173,7 +173,7 @@ def test_minibatches_of_a_factorisation_end_where_all_rows_do() -> None:
     losses = {}
     for size, steps in ((None, 60), (30, 60)):
         pyro.set_rng_seed(2)
-        guide = AutoCVI(parts)
+        guide = AutoCVI(parts, max_joint_dim=0)
         cvi = CVI(parts, guide, num_samples=8)
         for _ in range(steps):
             cvi.step(x, size)
@@ -185,7 +185,7 @@ def test_minibatches_of_a_factorisation_end_where_all_rows_do() -> None:
 
 def test_factors_of_unseen_rows_come_in_one_call() -> None:
     pyro.set_rng_seed(2)
-    guide = AutoCVI(parts)
+    guide = AutoCVI(parts, max_joint_dim=0)
     cvi = CVI(parts, guide, num_samples=8)
     for _ in range(60):
         cvi.step(counts(120, 0))
@@ -208,7 +208,7 @@ def test_the_loss_of_a_minibatch_is_that_at_its_local_optimum() -> None:
     """And looking at it changes nothing."""
     x = counts(120, 0)
     pyro.set_rng_seed(2)
-    guide = AutoCVI(parts)
+    guide = AutoCVI(parts, max_joint_dim=0)
     cvi = CVI(parts, guide, num_samples=16, seed=1)
     for _ in range(40):
         cvi.step(x, 30)
@@ -236,7 +236,7 @@ def test_a_deep_family_of_sparse_gammas_starts_and_stays_finite() -> None:
     x = counts(60, 3)
     for seed in range(3):
         pyro.set_rng_seed(seed)
-        guide = AutoCVI(deep)
+        guide = AutoCVI(deep, max_joint_dim=0)
         cvi = CVI(deep, guide)
         losses = [cvi.step(x) for _ in range(15)]
         assert all(torch.isfinite(torch.tensor(losses)))
@@ -257,7 +257,7 @@ def test_a_large_shape_in_float32_is_no_defect() -> None:
 
     found = []
     for dtype in (torch.float64, torch.float32):
-        guide = AutoCVI(model)
+        guide = AutoCVI(model, max_joint_dim=0)
         CVI(model, guide).run(z.to(dtype))
         found.append(guide.posterior("a"))
     exact, rough = found

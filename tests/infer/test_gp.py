@@ -225,7 +225,7 @@ def test_a_prior_on_a_kernel_parameter():
     cvi.run(num_steps=60)
     assert {e.how for e in cvi.explain().edges if e.site == "kernel.lengthscale"} == {
         "exact",
-        "sampled",
+        "points",
     }
     model.store(cvi.guide)
     median = cvi.guide.median()["kernel.lengthscale"]

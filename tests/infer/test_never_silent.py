@@ -67,7 +67,7 @@ def test_a_lost_dependence_is_found_behind_an_opaque_part():
         pyro.sample("y", dist.Normal(mean, 0.2), obs=torch.tensor(3.0))
 
     edges = {(e.factor, e.site): e.how for e in explain(model).edges}
-    assert edges["y", "w"] == edges["y", "z"] == "sampled"
+    assert edges["y", "w"] == edges["y", "z"] == "points"
     guide, _, _ = fit(model, steps=80)
     assert float(guide.posterior("w").loc) > 2
 

@@ -64,7 +64,7 @@ EXACT = {normals: (Y / 1.25, 0.2), gammas: ((2 + COUNTS) / 2, None), simplexes: 
 
 
 def fitted(model: object, steps: int, **options: object) -> tuple[CVI, AutoCVI]:
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     cvi = CVI(model, guide, **options)
     for _ in range(steps):
         cvi.step()
@@ -150,7 +150,7 @@ def test_noise_falls_with_the_number_of_draws_and_needs_two_groups():
 
 @pytest.mark.parametrize("model", [normals, gammas, simplexes])
 def test_a_sampled_run_stops_by_itself_at_the_optimum(model):
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     result = CVI(model, guide).run(num_steps=400)
     assert result.converged and "within 0.001 nats" in result.reason
     assert 10 <= result.num_steps < 60
@@ -198,7 +198,7 @@ def test_the_average_is_nearer_to_the_optimum_than_the_last_step():
     best = FamilyBelief(GAMMA, GAMMA.from_distribution(dist.Gamma(a, b)))
     last, mean = [], []
     for seed in range(8):
-        guide = AutoCVI(sums)
+        guide = AutoCVI(sums, max_joint_dim=0)
         cvi = CVI(sums, guide, num_samples=4, antithetic=False, seed=seed)
         kept = {}
         average = cvi._average
@@ -214,7 +214,7 @@ def test_a_run_that_stops_by_its_average_is_as_near_as_it_says():
     best = FamilyBelief(GAMMA, GAMMA.from_distribution(dist.Gamma(a, b)))
     left = []
     for seed in range(5):
-        guide = AutoCVI(sums)
+        guide = AutoCVI(sums, max_joint_dim=0)
         result = CVI(sums, guide, seed=seed).run(num_steps=400)
         assert result.converged
         left.append(2 * float(best.kl(guide.beliefs()["z"])))
@@ -222,7 +222,9 @@ def test_a_run_that_stops_by_its_average_is_as_near_as_it_says():
 
 
 def test_tol_zero_takes_all_steps():
-    assert CVI(normals, AutoCVI(normals)).run(num_steps=60, tol=0.0).num_steps == 60
+    assert (
+        CVI(normals, AutoCVI(normals, max_joint_dim=0)).run(num_steps=60, tol=0.0).num_steps == 60
+    )
 
 
 def test_an_average_far_from_zero_keeps_its_digits():
@@ -242,7 +244,7 @@ def test_a_seed_makes_fits_repeatable_and_leaves_the_global_state_alone():
     found = []
     for noise in (1, 2):
         torch.manual_seed(noise)
-        guide = AutoCVI(normals, init_loc_fn=pyro.infer.autoguide.init_to_mean)
+        guide = AutoCVI(normals, max_joint_dim=0, init_loc_fn=pyro.infer.autoguide.init_to_mean)
         cvi = CVI(normals, guide, seed=5)
         cvi.step()
         before = torch.get_rng_state()
@@ -252,7 +254,7 @@ def test_a_seed_makes_fits_repeatable_and_leaves_the_global_state_alone():
         assert torch.equal(before, torch.get_rng_state())
         found.append((guide.posterior("z").mean, cvi.evaluate_loss()))
     torch.testing.assert_close(found[0], found[1])
-    other = CVI(normals, AutoCVI(normals), seed=6)
+    other = CVI(normals, AutoCVI(normals, max_joint_dim=0), seed=6)
     other.run(num_steps=6)
     assert not torch.equal(other.guide.posterior("z").mean, found[0][0])
 
@@ -305,7 +307,7 @@ def test_gradients_that_are_never_finite_are_an_error():
         pyro.factor("f", -((hidden(z) - 2).square()) + (0 * hidden(z)).sqrt())
 
     with pytest.raises(CVIError, match="'z'.*not finite"):
-        CVI(model, AutoCVI(model)).run(num_steps=50)
+        CVI(model, AutoCVI(model, max_joint_dim=0)).run(num_steps=50)
 
 
 def test_residuals_that_are_clearly_negative_are_not_near() -> None:
@@ -341,10 +343,10 @@ def test_a_wide_gaussian_block_has_independent_halves() -> None:
         with pyro.plate("data", 40):
             pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
-    exact = AutoCVI(same)
+    exact = AutoCVI(same, max_joint_dim=0)
     steps = CVI(same, exact)
     steps.step(y)
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     cvi = CVI(model, guide)
     guide.prepare(model, (y,), {})
     belief = exact.belief(exact.plan.blocks[0])
@@ -376,7 +378,7 @@ def test_a_prior_behind_what_is_sampled_still_counts() -> None:
             z = pyro.sample("z", dist.Normal(0.0, a + b))
             pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     cvi = CVI(model, guide, seed=0)
     cvi.run(y, num_steps=200)
     assert ("z", "z") in {(e.factor, e.site) for e in cvi.explain().edges}
@@ -396,7 +398,7 @@ def test_a_dirichlet_whose_concentration_is_a_multiple_of_a_latent_counts_it() -
             t = pyro.sample("t", dist.Dirichlet(10 * b))
             pyro.sample("c", dist.Multinomial(20, probs=t, validate_args=False), obs=c)
 
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     CVI(model, guide, seed=0).run(counts)
     expected = counts + 10 * guide.posterior("b").mean
     torch.testing.assert_close(guide.posterior("t").concentration, expected, rtol=0.02, atol=0)
@@ -414,7 +416,7 @@ def test_a_seed_fixes_the_fit_whatever_the_global_state() -> None:
     found = []
     for s in (0, 1):
         pyro.set_rng_seed(s)
-        guide = AutoCVI(model)
+        guide = AutoCVI(model, max_joint_dim=0)
         cvi = CVI(model, guide, seed=3)
         state = torch.get_rng_state()
         cvi.run(x, num_steps=8)
@@ -434,7 +436,7 @@ def test_local_posteriors_of_sampled_sites_are_at_their_optimum() -> None:
             z = pyro.sample("z", dist.Gamma(torch.ones(3), 1.0).to_event(1))
             pyro.sample("x", dist.Poisson(t * (z * w).sum(-1)), obs=x)
 
-    guide = AutoCVI(model)
+    guide = AutoCVI(model, max_joint_dim=0)
     cvi = CVI(model, guide, seed=0)
     cvi.run(x, num_steps=300)
     local = cvi.local_posteriors(x, plates=["rows"])
@@ -456,7 +458,7 @@ def test_options_of_the_wrong_kind_are_named(options: dict, what: str) -> None:
         pyro.sample("z", dist.Normal(0.0, 1.0))
 
     with pytest.raises(CVIError, match=what):
-        CVI(model, AutoCVI(model), **options)
+        CVI(model, AutoCVI(model, max_joint_dim=0), **options)
 
 
 @pytest.mark.parametrize("options", [{"num_steps": 2.5}, {"num_restarts": 1.5}, {"tol": math.nan}])
@@ -465,7 +467,7 @@ def test_arguments_of_a_run_of_the_wrong_kind_are_named(options: dict) -> None:
         pyro.sample("z", dist.Normal(0.0, 1.0))
 
     with pytest.raises(CVIError, match=next(iter(options))):
-        CVI(model, AutoCVI(model)).run(**options)
+        CVI(model, AutoCVI(model, max_joint_dim=0)).run(**options)
 
 
 def test_a_trusted_step_is_positive_definite_to_rounding() -> None:
@@ -497,7 +499,7 @@ def test_wide_blocks_from_few_draws_are_warned_of(width, draws, warns):
         w = pyro.sample("w", dist.Normal(torch.zeros(width), 1.0).to_event(1))
         pyro.sample("y", dist.Normal((w * w.flip(0)).cumsum(0).cos().sum(), 1.0), obs=y)
 
-    cvi = CVI(model, AutoCVI(model), num_samples=draws)
+    cvi = CVI(model, AutoCVI(model, max_joint_dim=0), num_samples=draws)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         cvi.step(torch.tensor(1.0))
