@@ -84,9 +84,28 @@ class Shards:
         ).tolist()
         return found
 
+    @property
+    def rank(self) -> int:
+        """Which of the processes this one is."""
+        return dist.get_rank() if self.plates else 0
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """A tensor of the same shape from every process, stacked in their order."""
+        every = x.new_zeros(self.count, *x.shape)
+        every[self.rank] = x
+        return self.total(every)
+
     def any(self, fact: bool) -> bool:
         """Whether something holds in any process."""
         return self.number(float(fact)) > 0
+
+    def largest(self, x: float) -> float:
+        """The largest of each process's number."""
+        if not self.plates:
+            return x
+        found = torch.tensor(x, dtype=torch.float64, device=_device())
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found)
 
     def seed(self, seed: int) -> int:
         """The first process's seed."""

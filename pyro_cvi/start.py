@@ -1,13 +1,15 @@
-"""Where mixtures start: components at single data points that lie apart, and not at random mixtures.
+"""Where mixtures start: components at single data points that lie apart, then moved to where they serve.
 
 Random responsibilities put every component near the mean of all data, from which coordinate ascent
-takes long, or never gets. Instead a few elements are picked, one for each component; the component's
-posterior given that element alone is one exact step, and the next elements are drawn in proportion to
-how badly the components so far predict them:
+takes long, or never gets. Instead a few elements are picked, one for each component, whose posterior
+given that element alone is an optimum; the next elements are drawn in proportion to how badly the
+components so far predict them:
 
     P(n) ~ max_m s_m - s_n,        s_n = max_k E_q[log p(x_n | z_n = k)],
 
-which for Gaussian components is the D^2 rule of k-means++, in the model's own likelihood.
+which for Gaussian components is the D^2 rule of k-means++, in the model's own likelihood. Where priors
+tell the components apart, states that follow from them are another start, else random states are one.
+Each takes a few sweeps, and the best bound goes on: see `relocation`.
 
 References: D. Arthur, S. Vassilvitskii (2007), k-means++; B. Bahmani et al. (2012), arXiv 1203.6402,
 for drawing several at a time.
@@ -19,144 +21,150 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from torch import Tensor
 
 from pyro_cvi.errors import CVIError
 from pyro_cvi.families import DIRICHLET
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.mixing import BlockStep, Mixture, Outlook, components_of, sweeps, tops
+from pyro_cvi.relocation import go_to, relocate
 
 __all__ = ["seeded_blocks", "start"]
 
-_ROUNDS = 6
+_ROUNDS = 4
 """Passes over the data in which the elements are drawn."""
+_SWEEPS = 5
+"""Of each start, before their bounds are compared."""
+_FEWEST = 4
+"""Elements for every state below which a block is no mixture."""
+_APART = 1e-3
+"""Nats by which priors let the states of elements differ where they tell components apart."""
 
-BlockStep = Callable[[Evaluator, Block], None]
 
-
-def seeded_blocks(plan: Plan, located: Collection[str] = ()) -> list[Block]:
+def seeded_blocks(evaluator: Evaluator, located: Collection[str] = ()) -> list[Block]:
     """Discrete blocks of more elements than states that pick among components.
 
-    Not those whose states, or whose components, start where the user said (`located`). Blocks that
-    meet Dirichlet sites only (topics of single words) start at random: one element says next to
-    nothing about its component.
+    Not those whose states, or whose components, start where the user said (`located`), nor those that
+    sampled factors touch. Blocks that meet Dirichlet sites only, with one for every part of their
+    elements (topics of the words of a document), start at random: one element says next to nothing about
+    its component.
     """
-    found = []
+    plan, found = evaluator.plan, []
+    noisy = plan.noisy()
     for block in plan.blocks:
         latent = plan.latents[block.sites[0]]
-        if latent.support is None or plan.sampled_sites() & set(block.sites):
+        near = components_of(plan, block)
+        if latent.support is None or any(b.name in noisy for b in (block, *near)):
             continue
         states = len(latent.support)
-        near = _components(plan, block)
         if any(s in located for b in (block, *near) for s in b.sites):
             continue
-        if states > 1 and block.size >= 4 * states and any(b.family is not DIRICHLET for b in near):
+        size = float(block.size)
+        if evaluator.is_own(block):
+            size = evaluator.shards.number(size)
+        if states > 1 and size >= _FEWEST * states and not _are_topics(plan, block, near):
             found.append(block)
     return found
 
 
-def _components(plan: Plan, block: Block) -> list[Block]:
-    """The continuous blocks that share a factor with a discrete one, but not those in its plates."""
-    names = {b for f in plan.factors_of(block.name) for b in f.blocks}
-    around = _plates(plan, block)
-    return [
-        b
-        for b in plan.blocks
-        if b.name in names and not b.is_discrete and not (around and around <= _plates(plan, b))
-    ]
-
-
-def _plates(plan: Plan, block: Block) -> set[str]:
-    """The plates around all of a block's sites."""
-    return set.intersection(*({n for n, *_ in plan.latents[s].plates} for s in block.sites))
+def _are_topics(plan: Plan, block: Block, near: Sequence[Block]) -> bool:
+    """Whether the components are Dirichlet sites only, one of them inside of a plate of the block."""
+    own = {n for s in block.sites for n, *_ in plan.latents[s].plates}
+    shared = [own & {n for s in b.sites for n, *_ in plan.latents[s].plates} for b in near]
+    return all(b.family is DIRICHLET for b in near) and (len(near) < 2 or any(shared))
 
 
 def start(evaluator: Evaluator, step: BlockStep, located: Collection[str] = ()) -> None:
-    """Try the seeded start of every discrete block that has one; keep it where the bound is better.
+    """Start every mixture where its bound is best after a few sweeps.
 
     Where the user placed the components, and not the states, these look at the components first.
     """
-    plan = evaluator.plan
-    for block in plan.blocks:
-        if not block.is_discrete:
+    evaluator.shards.align()
+    _follow(evaluator, step, located)
+    mixtures = [Mixture(evaluator, b, step) for b in seeded_blocks(evaluator, located)]
+    if not mixtures:
+        return
+    kept, best, beliefs = dict(evaluator.beliefs), -math.inf, None
+    for way in _ways(mixtures):
+        go_to(mixtures, kept)
+        try:
+            for m in mixtures:
+                way(m)
+            bound = _after_sweeps(mixtures, best)
+        except CVIError:  # a component that one element does not determine
             continue
-        near = _components(plan, block)
-        if any(
-            s in located for s in block.sites
-        ):  # the components twice: each sees all others moved
-            for b in (*near, *near):
-                if b.size and not any(s in located for s in b.sites):
+        if bound > best:
+            best, beliefs = bound, dict(evaluator.beliefs)
+    go_to(mixtures, beliefs or kept)
+    if beliefs is not None:
+        relocate(mixtures, best)
+
+
+def _after_sweeps(mixtures: Sequence[Mixture], best: float) -> float:
+    """The bound after some sweeps; fewer, if it is not going to be better than `best`."""
+    outlook = Outlook(sweeps(mixtures, 1))
+    for _ in range(_SWEEPS - 1):
+        outlook.see(sweeps(mixtures, 1))
+        if not outlook.end > best:
+            break
+    return outlook.bound
+
+
+def _follow(evaluator: Evaluator, step: BlockStep, located: Collection[str]) -> None:
+    """Let what the user did not place look at what he placed."""
+    plan = evaluator.plan
+    noisy = plan.noisy()
+    for block in plan.blocks:
+        if not block.is_discrete or block.name in noisy:
+            continue
+        near = [b for b in components_of(plan, block) if b.name not in noisy]
+        if any(s in located for s in block.sites):
+            for b in (*near, *near):  # twice: each sees all others moved
+                if not any(s in located for s in b.sites):
                     step(evaluator, b)
         elif any(s in located for b in near for s in b.sites):
             step(evaluator, block)
-    blocks = seeded_blocks(plan, located)
-    if not blocks:
-        return
-    kept = dict(evaluator.beliefs)
-    try:
-        for block in blocks:
-            _seed(evaluator, block, step)
-        seeded = _after_one_sweep(evaluator, blocks, step)
-    except CVIError:  # a component that one element does not determine
-        seeded = -math.inf
-    beliefs = dict(evaluator.beliefs)
-    for name, belief in kept.items():
-        evaluator.set(name, belief)
-    if seeded > -math.inf and _after_one_sweep(evaluator, blocks, step) < seeded:
-        for name, belief in beliefs.items():
-            evaluator.set(name, belief)
 
 
-def _after_one_sweep(evaluator: Evaluator, blocks: Sequence[Block], step: BlockStep) -> float:
-    plan = evaluator.plan
-    near = {b.name for z in blocks for b in _components(plan, z)}
-    for b in plan.blocks:
-        if b.name in near:
-            step(evaluator, b)
-    for b in blocks:
-        step(evaluator, b)
-    return evaluator.elbo()
+def _ways(mixtures: Sequence[Mixture]) -> list[Callable[[Mixture], None]]:
+    """Seeds; and the states that follow from the priors, or random ones where none do."""
+    apart = [_are_apart(m) for m in mixtures]  # each is asked, in every process
+    return [seed, Mixture.release if any(apart) else _as_it_is]
 
 
-def _seed(evaluator: Evaluator, block: Block, step: BlockStep) -> None:
-    """Responsibilities of `block` from components that have seen one element each."""
-    plan = evaluator.plan
-    support = plan.latents[block.sites[0]].support
-    assert support is not None
-    states = len(support)
-    p = torch.zeros_like(evaluator.leaves[block.name][0])
-    elements = p.shape[:-1].numel()
-    flat = p.view(elements, states)
-    order = torch.randperm(states, device=p.device)
+def _as_it_is(mixture: Mixture) -> None:
+    """Random states, which the components look at first."""
+
+
+def _are_apart(mixture: Mixture) -> bool:
+    """Whether components at their priors say different things of the states of different elements."""
+    table = mixture.table()
+    if not bool(table.isfinite().all()):
+        return mixture.shards.any(False)
+    own = table - table.mean(-1, keepdim=True)
+    between = mixture.most(own) + mixture.most(-own)
+    return float(between.max()) > _APART
+
+
+def seed(mixture: Mixture) -> None:
+    """Responsibilities from components that have seen one element each."""
+    states, calm = mixture.states, dict(mixture.evaluator.beliefs)
+    p = torch.zeros_like(mixture.probabilities())
+    order = torch.randperm(states, device="cpu").tolist()
+    likely = torch.ones_like(p[:, :1])
     picked = 0
-    likely: Tensor | None = None
     while picked < states:
-        count = 1 if likely is None else -(-(states - picked) // max(1, _ROUNDS - 1))
-        if likely is None:
-            rows = torch.randint(elements, (1,), device=p.device)
-        else:
-            rows = _draw(likely, min(count, states - picked))
-        for row in rows.tolist():
-            flat[row] = 0.0
-            flat[row, order[picked]] = 1 / block.scale
+        rest = states - picked
+        count = 1 if picked == 0 else min(rest, -(-(states - 1) // (_ROUNDS - 1)))
+        for row in tops(mixture, likely, count).squeeze(-1).tolist():
+            if row >= 0:
+                p[row] = 0.0
+                p[row, order[picked]] = 1.0
             picked += 1
-        others = [torch.zeros_like(t) for t in evaluator.leaves[block.name][1:]]
-        evaluator.hold(block.name, (p.clone(), *others))
-        for b in _components(plan, block):
-            step(evaluator, b)
-        table = evaluator.message(block)[0]
-        if table is None:
-            break
-        scores = table.detach().reshape(elements, states)[:, order[:picked]].amax(-1)
-        likely = (scores.max() - scores).clamp(min=0)
-    evaluator.set(block.name, evaluator.beliefs[block.name])
-    step(evaluator, block)
-
-
-def _draw(weights: Tensor, count: int) -> Tensor:
-    """`count` different elements in proportion to their weights, by the Gumbel trick."""
-    noise = -torch.empty_like(weights).exponential_().log()
-    keys = torch.where(weights > 0, weights.log() + noise, -torch.inf)
-    if not bool((weights > 0).any()):
-        keys = noise
-    return keys.topk(count).indices
+        mixture.hold(p)
+        mixture.sharpen(calm)
+        mixture.settle()
+        scores = mixture.table()[:, order[:picked]].amax(-1, keepdim=True)
+        likely = (mixture.most(scores) - scores).clamp(min=0)
+    mixture.release()
+    mixture.sharpen(mixture.evaluator.beliefs)

@@ -1,0 +1,201 @@
+"""A discrete block that picks among components, and how these are tried out: weights that are held.
+
+    W_nk  given,    components:  q_k  =  argmax  E_q[ sum_n W_nk log p(x_n | k) ]  -  KL(q_k || prior)
+
+With W one element per component this is the component's posterior given that element alone. It is an
+optimum, by as many steps as it takes: one step of a scale is nowhere near what an element says of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_cvi.distributed import Shards
+from pyro_cvi.graph.evaluator import Evaluator
+from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.structured import StructuredBelief
+from pyro_cvi.updates import Belief, GaussianBelief
+
+__all__ = ["BlockStep", "Mixture", "Outlook", "components_of", "sweeps", "tops"]
+
+BlockStep = Callable[[Evaluator, Block], None]
+_MOST = 20
+"""Rounds in which components come to their optimum."""
+_INNER = 3
+"""The same within a sweep."""
+_CREEPS, _SHRINKS = 0.9, 0.7
+"""Largest contraction of gains that an outlook goes by, and that before any has been seen."""
+_NARROW = 100.0
+"""Factor of precisions."""
+_SETTLED = 0.3
+"""Nats by which a round moves them below which they are there."""
+
+
+def components_of(plan: Plan, block: Block) -> list[Block]:
+    """The continuous blocks that share a factor with a discrete one, but not those in its plates."""
+    around = _plates(plan, block)
+    near = _beside(plan, block)
+    return [b for b in near if not (around and around <= _plates(plan, b))]
+
+
+def _beside(plan: Plan, block: Block) -> list[Block]:
+    """The continuous blocks that share a factor with a discrete one."""
+    names = {b for f in plan.factors_of(block.name) for b in f.blocks}
+    return [b for b in plan.blocks if b.name in names and not b.is_discrete and b.moves]
+
+
+def _plates(plan: Plan, block: Block) -> set[str]:
+    """The plates around all of a block's sites."""
+    return set.intersection(*({n for n, *_ in plan.latents[s].plates} for s in block.sites))
+
+
+class Mixture:
+    """A discrete block with the blocks of its components, and those of single elements between them."""
+
+    def __init__(self, evaluator: Evaluator, block: Block, step: BlockStep) -> None:
+        plan = evaluator.plan
+        self.evaluator, self.block, self.step = evaluator, block, step
+        self.components = components_of(plan, block)
+        self.inner = [b for b in _beside(plan, block) if b not in self.components]
+        support = plan.latents[block.sites[0]].support
+        assert support is not None
+        self.states = len(support)
+        self.shards = evaluator.shards if evaluator.is_own(block) else Shards()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the probabilities of states: (*batch, states)."""
+        return self.evaluator.leaves[self.block.name][0].shape
+
+    def probabilities(self) -> Tensor:
+        """Of every element and state, (elements, states)."""
+        p = self.evaluator.leaves[self.block.name][0].detach() * self.block.scale
+        return p.reshape(-1, self.states)
+
+    def table(self) -> Tensor:
+        """E_q log p of every element in every state, (elements, states)."""
+        found = self.evaluator.message(self.block)[0]
+        zero = self.evaluator.leaves[self.block.name][0]
+        table = torch.zeros_like(zero) if found is None else found
+        return table.detach().reshape(-1, self.states)
+
+    def hold(self, weights: Tensor) -> None:
+        """Let the elements count by these weights, (elements, states), until the block steps."""
+        own = weights.reshape(self.shape) / self.block.scale
+        others = []
+        for leaf in self.evaluator.leaves[self.block.name][1:]:  # of a chain: pairs of neighbours
+            pairs = own[..., :-1, :, None] * own[..., 1:, None, :]
+            others.append(pairs.expand(leaf.shape).clone())
+        self.evaluator.hold(self.block.name, (own.clone(), *others))
+
+    def settle(self, most: int = _MOST) -> None:
+        """Bring the components to their optimum given what is held."""
+        for _ in range(most):
+            moved = 0.0
+            for b in self.components:
+                old = self.evaluator.beliefs[b.name]
+                self.step(self.evaluator, b)
+                moved += _moved(self.evaluator, b, old)
+            if not moved > _SETTLED * self.states:
+                return
+
+    def sharpen(self, beliefs: Mapping[str, Belief]) -> None:
+        """Put components with quadrature at these beliefs, narrow: wide ones mislead their steps."""
+        for b in self.components:
+            if not self.evaluator.plan.is_exact(b):
+                self.evaluator.set(b.name, narrowed(beliefs[b.name]))
+
+    def release(self) -> None:
+        """Let the block's own belief count again, after its step."""
+        self.evaluator.set(self.block.name, self.evaluator.beliefs[self.block.name])
+        self.step(self.evaluator, self.block)
+
+    def cost(self) -> float:
+        """KL(q || prior) of the components in nats, for one of them."""
+        evaluator, names = self.evaluator, {b.name for b in self.components}
+        priors = [f for f in evaluator.plan.factors if f.blocks <= names and not f.sampled]
+        own = sum(float(evaluator.factor(f).detach()) for f in priors)
+        own += sum(float(evaluator.beliefs[n].entropy()) for n in names)
+        return max(-own / self.states, 0.0)
+
+    def most(self, x: Tensor) -> Tensor:
+        """The largest over the elements, of all processes."""
+        own = x.amax(0) if len(x) else x.new_full(x.shape[1:], -math.inf)
+        return self.shards.gathered(own).amax(0)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the elements, of all processes."""
+        return self.shards.total(x.sum(0))
+
+
+def narrowed(belief: Belief) -> Belief:
+    """A Gaussian at the same place, with a tenth of the standard deviations."""
+    if isinstance(belief, GaussianBelief):
+        return GaussianBelief(belief.loc, _NARROW * belief.precision)
+    return belief.narrowed(_NARROW) if isinstance(belief, StructuredBelief) else belief
+
+
+def _moved(evaluator: Evaluator, block: Block, old: Belief) -> float:
+    """By how many nats a block has moved, in the process where it moved most."""
+    new = evaluator.beliefs[block.name]
+    moved = 0.0 if new is old else float(old.kl(new))
+    return evaluator.shards.number(moved) if evaluator.is_own(block) else moved
+
+
+class Outlook:
+    """Where a sequence of bounds is going to end, if its gains go on to shrink as they did."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound, self.gain, self.ratio = bound, math.inf, _SHRINKS
+
+    def see(self, bound: float) -> None:
+        """Of the next sweep."""
+        last, self.gain, self.bound = self.gain, bound - self.bound, bound
+        if 0 < last < math.inf:
+            self.ratio = min(max(self.gain / last, 0.0), _CREEPS)
+
+    @property
+    def end(self) -> float:
+        """The last bound and what is left to gain."""
+        return self.bound + max(self.gain, 0.0) * self.ratio / (1 - self.ratio)
+
+
+def sweeps(mixtures: Sequence[Mixture], count: int) -> float:
+    """Move everything that the mixtures are made of so many times; the bound after it.
+
+    Components with quadrature come near their optimum each time: else the states settle before them.
+    """
+    evaluator, step = mixtures[0].evaluator, mixtures[0].step
+    for _ in range(count):
+        for m in mixtures:
+            exact = all(evaluator.plan.is_exact(b) for b in m.components)
+            m.settle(1 if exact else _INNER)
+            for b in m.inner:
+                step(evaluator, b)
+        for m in mixtures:
+            step(evaluator, m.block)
+    return evaluator.elbo()
+
+
+def tops(mixture: Mixture, weights: Tensor, count: int) -> Tensor:
+    """`count` different elements for each column, in proportion to its weights, (count, columns).
+
+    By the Gumbel trick. Elements of other processes are -1.
+    """
+    shards = mixture.shards
+    with shards.own_randomness():
+        noise = -torch.empty_like(weights).exponential_().log()
+    found = mixture.most((weights > 0).to(weights.dtype)) > 0
+    keys = torch.where(weights > 0, weights.log() + noise, -torch.inf)
+    keys = torch.where(found, keys, noise)
+    values, rows = keys.topk(min(count, len(keys)), 0)
+    missing = count - len(values)
+    values = torch.nn.functional.pad(values, (0, 0, 0, missing), value=-math.inf)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, missing), value=-1)
+    best = shards.gathered(values).reshape(-1, weights.shape[1]).topk(count, 0).indices
+    mine = best // count == shards.rank
+    return torch.where(mine, rows.gather(0, best % count), -1)
