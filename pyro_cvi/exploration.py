@@ -4,7 +4,8 @@
 
 For one or two scalars the points u_k are a lattice along the eigen-axes of the Hessian at the mode,
 grown from the mode outwards while L is near its top: the trapezoid rule, which converges exponentially
-for smooth densities that die out. For more scalars they are mirrored quasi-random points under a
+for smooth densities that die out. It is grown from other modes too, if a look at some values that are
+likely a priori finds any. For more scalars they are mirrored quasi-random points under a
 normal law whose axes are as wide on either side as L says (split), and volume_k is one over its density.
 
 Reference: H. Rue, S. Martino, N. Chopin (2009), Approximate Bayesian inference for latent Gaussian
@@ -14,48 +15,60 @@ skewness).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Design", "Interpolant", "Point", "Surface", "calibrated", "explore"]
+__all__ = ["Design", "Point", "Surface", "explore"]
 
 _DEPTH = {1: 12.0, 2: 9.0}
 """How far below its top, in nats, the lattice follows a density: 9 are 4.2 standard deviations."""
-_USED = 32.0
-"""How far below the top, in nats, a point may be and still count for the interpolation."""
 _SPACING = {1: 1.0, 2: 1.25}
 """Of the lattice, in standard deviations at the mode; see docs/design.md for what was measured."""
+_STRETCH = {1: 0.15, 2: 0.0}
+"""With 0.15 steps are 1.7 times as wide 9 standard deviations from the mode, 4.6 times at 30. In a plane
+a bent ridge has its width along no axis, and would be met too coarsely."""
+_WIDE, _SEEN, _SHARP = 1.2, 7.0, 2.5
+"""Where steps are so much wider, and the density less than so many nats below its top, no bend may be
+sharper than so many times that of the mode."""
 _TOO_FEW = 0.8
 """A lattice of which a smaller share of the points counts than under a normal density is too coarse."""
 _REFINEMENTS = 3
 """How often it is made finer."""
-_REACH = {1: 40, 2: 14}
-"""Most steps from the mode along an axis of the lattice: a density that does not die out ends there."""
+_REACH = 40.0
+"""Most standard deviations from a mode along an axis: a density that does not die out ends there."""
 _CLIMBS = 12
 """Most rounds of the search for the mode."""
+_HOPE = 50.0
+"""How far below the top, in nats, a point may be for the search of another mode to begin there."""
 _PROBE = 2.5
 """Where the widths of either side are measured, in standard deviations: far out, for the tail counts."""
 _WIDER = 1.3
 """By how much a split normal law is wider than the density, so that no importance weight is large."""
-_FINE = {1: 32, 2: 8}
-"""Parts into which a step of the lattice is divided where the density is interpolated."""
-_BLUR = {1: 0.04, 2: 0.12, 3: 0.2}
-"""Over how many standard deviations the masses of these are smeared in a marginal; 3 stands for more."""
+_FINE = {1: 32, 2: 16}
+"""Parts into which a step of the lattice is divided where the density is interpolated, ..."""
+_MOST_FINE = 20_000
+"""... or fewer where these would be more points in all."""
+_BLUR = 0.75
+"""Over how many of these parts the masses of points in a plane are smeared in a marginal."""
+_FINE_BLUR = 0.2
+"""The same for three or more scalars, in standard deviations."""
 _FINE_POINTS = 1 << 12
 """Points at which the density of three or more scalars is interpolated."""
 
-_ABOVE = 0.5
-"""How much higher than all points, in nats, the interpolation may be."""
 
-_ROUNDS = 50
-"""Most Newton steps of the calibration of weights."""
+class Evaluation(Protocol):
+    """L at a point, and the state that it leaves, from the state of a point near it or None.
 
-Evaluation = Callable[[Tensor, Any], tuple[float, Any]]
+    Where there is none, minus infinity and None. A rough one may be cheaper and too low.
+    """
+
+    def __call__(self, at: Tensor, state: Any, rough: bool = False) -> tuple[float, Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +87,26 @@ class Surface:
         self._evaluate = evaluate
         self.points: list[Point] = []
 
+    def _nearest(self, at: Tensor, axes: Tensor | None) -> Point | None:
+        known = [p for p in self.points if p.state is not None]
+        if not known:
+            return None
+        change = torch.stack([p.at for p in known]) - at
+        if axes is not None:
+            change = torch.linalg.solve(axes, change.T).T
+        return known[int(change.square().sum(-1).argmin())]
+
+    def rough(self, at: Tensor, axes: Tensor) -> float:
+        """L there, roughly, and not kept."""
+        nearest = self._nearest(at, axes)
+        height, _ = self._evaluate(at, None if nearest is None else nearest.state, rough=True)
+        return height if math.isfinite(height) else -math.inf
+
     def __call__(self, at: Tensor, axes: Tensor | None = None) -> Point:
         """The point at `at`; `axes` say how distances are measured."""
-        known = [p for p in self.points if p.state is not None]
-        nearest = None
-        if known:
-            change = torch.stack([p.at for p in known]) - at
-            if axes is not None:
-                change = torch.linalg.solve(axes, change.T).T
-            distance = change.square().sum(-1)
-            nearest = known[int(distance.argmin())]
-            if torch.equal(nearest.at, at):
-                return nearest
+        nearest = self._nearest(at, axes)
+        if nearest is not None and torch.equal(nearest.at, at):
+            return nearest
         height, state = self._evaluate(at, None if nearest is None else nearest.state)
         point = Point(at, height if math.isfinite(height) else -math.inf, state)
         self.points.append(point)
@@ -117,30 +138,50 @@ class Design:
     ends: bool = True
     evaluated: list[Point] = field(default_factory=list)
 
+    @property
+    def heights(self) -> Tensor:
+        """L at the points, (K,)."""
+        values = [p.height for p in self.points]
+        return torch.tensor(values, dtype=self.axes.dtype, device=self.axes.device)
 
-def explore(evaluate: Evaluation, start: Tensor, scale: Tensor, num_points: int) -> Design:
+
+def explore(
+    evaluate: Evaluation,
+    start: Tensor,
+    scale: Tensor,
+    num_points: int,
+    likely: Sequence[Tensor] = (),
+) -> Design:
     """The design for L, from a start (d,) with rough standard deviations (d,).
 
     Arguments:
-        evaluate: L at a point, and the state that it leaves, from the state of a point near it or None.
+        evaluate: L at a point.
         num_points: of the quasi-random design of three or more scalars.
+        likely: of each scalar, values between which there may be another mode.
     """
     surface, d = Surface(evaluate), len(start)
     centre, axes = _mode_and_axes(surface, start, scale)
     if d > 2:
         return _quasi_random(surface, centre, axes, num_points)
-    design = _lattice(surface, centre, axes)
+    modes = [(centre, axes), *_other_modes(surface, centre, axes, likely)]
+    axes = min((a for _, a in modes), key=lambda a: float(torch.linalg.slogdet(a).logabsdet))
+    grid = _Grid(centre, axes, _SPACING[d], 0.0 if len(modes) > 1 else _STRETCH[d])
+    seeds = [c for c, _ in modes]
+    design, coarse = _lattice(surface, grid, seeds)
+    if coarse:
+        grid = replace(grid, stretch=0.0)
+        design, _ = _lattice(surface, grid, seeds)
     # Of a normal density so many points count: 1 / sum w^2 = (2 sqrt(pi) / spacing)^d.
     normal = (2 * math.sqrt(math.pi) / _SPACING[d]) ** d
     for _ in range(_REFINEMENTS):
         at = torch.stack([p.at for p in design.points])
-        weights = torch.tensor(
-            [p.height for p in design.points], dtype=at.dtype, device=at.device
-        ).softmax(0)
+        weights = (design.heights + design.log_volumes).softmax(0)
         share = float(1 / weights.square().sum()) / normal
         if share > _TOO_FEW:
             break
-        design = _lattice(surface, surface.top.at, _narrower(design.axes, at, weights, share))
+        axes = _narrower(design.axes, at, weights, share)
+        grid = replace(grid, centre=surface.top.at, axes=axes)
+        design, _ = _lattice(surface, grid, seeds)
     return design
 
 
@@ -216,55 +257,154 @@ def _newton(surface: Surface, centre: Point, scale: Tensor) -> tuple[Tensor, Ten
     return centre.at, axes
 
 
+def _other_modes(
+    surface: Surface, centre: Tensor, axes: Tensor, likely: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Modes, with their axes, that are reached from a value higher than both its neighbours on a line.
+
+    The lines are those through the mode along each coordinate; what is within reach of a lattice from
+    the mode need not be looked at.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    least = surface.top.height - _HOPE
+    for j, values in enumerate(likely):
+        far = (values - centre[j]).abs() > _PROBE * axes[j].norm()
+        line = torch.cat([values[far], centre[j : j + 1]]).sort().values
+        if len(line) < 2:
+            continue
+        places = centre.repeat(len(line), 1)
+        places[:, j] = line
+        heights = [surface.rough(at, axes) for at in places]
+        for i, height in enumerate(heights):
+            beside = [heights[k] for k in (i - 1, i + 1) if 0 <= k < len(line)]
+            if float(line[i]) == float(centre[j]) or not height > max(*beside, least):
+                continue
+            width = (line[max(i - 1, 0)] - line[min(i + 1, len(line) - 1)]).abs() / 8
+            scale = axes.norm(dim=1)
+            scale[j] = width.clamp(min=scale[j])
+            found.append(_mode_and_axes(surface, places[i], scale))
+    return found
+
+
 # --- one or two scalars: a lattice -----------------------------------------------------------------
 
 
-def _lattice(surface: Surface, centre: Tensor, axes: Tensor) -> Design:
-    """Points of a lattice of which a neighbour is within _DEPTH of the top, from the centre outwards."""
-    d = len(centre)
-    spacing, reach = _SPACING[d], _REACH[d]
-    steps = spacing * axes
-    origin = (0,) * d
-    found = {origin: surface(centre, axes)}
-    top, ends = found[origin].height, True
-    waiting = [origin]
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """u = centre + axes z with z = sinh(s t) / s: a lattice in t, wider in u far from the centre.
+
+    The trapezoid rule in t meets densities that fall like an exponential with few points.
+    """
+
+    centre: Tensor
+    axes: Tensor
+    spacing: float
+    stretch: float
+
+    def scaled(self, n: Tensor) -> Tensor:
+        """z of whole numbers or fractions (*, d)."""
+        t = self.spacing * n
+        return (self.stretch * t).sinh() / self.stretch if self.stretch else t
+
+    def __call__(self, n: Tensor) -> Tensor:
+        """The points of these numbers."""
+        return self.centre + self.scaled(n) @ self.axes.T
+
+    def cell(self, at: Tensor) -> tuple[int, ...]:
+        """The numbers of the point nearest to `at`."""
+        z = torch.linalg.solve(self.axes, at - self.centre)
+        if self.stretch:
+            z = (self.stretch * z).asinh() / self.stretch
+        return tuple((z / self.spacing).round().long().tolist())
+
+    def wider(self, n: Tensor) -> Tensor:
+        """By how much steps are wider along each axis than at the centre, (*, d)."""
+        return (self.stretch * self.spacing * n).cosh()
+
+    def log_volume(self, n: Tensor) -> Tensor:
+        """That of a cell, (*, d) to (*)."""
+        first = torch.linalg.slogdet(self.axes).logabsdet + n.shape[-1] * math.log(self.spacing)
+        return first + self.wider(n).log().sum(-1)
+
+
+_Cell = tuple[int, ...]
+
+
+def _lattice(surface: Surface, grid: _Grid, seeds: Sequence[Tensor]) -> tuple[Design, bool]:
+    """Points of a lattice of which a neighbour is within _DEPTH of the top, from the seeds outwards.
+
+    And whether it is too coarse somewhere.
+    """
+    d = len(grid.centre)
+    found, ends = _grown(surface, grid, seeds)
+    kept = {n: p for n, p in found.items() if p.height > -math.inf}
+    points = list(kept.values())
+    cells = torch.tensor(list(kept), dtype=grid.centre.dtype, device=grid.centre.device)
+    heights = torch.tensor([p.height for p in points], dtype=cells.dtype, device=cells.device)
+    high = heights > heights.max() - _DEPTH[d]
+    parts = _FINE[d]
+    while parts > 4 and int(high.sum()) * parts**d > _MOST_FINE:
+        parts //= 2
+    fine = _refined(cells[high], parts)
+    design = Design(
+        points,
+        grid.log_volume(cells),
+        grid.centre,
+        grid.axes,
+        grid(fine),
+        grid.log_volume(fine),
+        0.0 if d == 1 else _BLUR * grid.spacing / parts,
+        ends,
+        surface.points,
+    )
+    return design, _is_coarse(kept, grid)
+
+
+def _grown(
+    surface: Surface, grid: _Grid, seeds: Sequence[Tensor]
+) -> tuple[dict[_Cell, Point], bool]:
+    """The points of the lattice, and whether the density died out before their number did."""
+    d = len(grid.centre)
+    waiting = list(dict.fromkeys(grid.cell(at) for at in seeds))
+
+    def number(n: _Cell) -> Tensor:
+        return torch.tensor(n, dtype=grid.centre.dtype, device=grid.centre.device)
+
+    found = {n: surface(grid(number(n)), grid.axes) for n in waiting}
+    origins, ends = torch.stack([grid.scaled(number(n)) for n in waiting]), True
+    top = max(p.height for p in found.values())
     while waiting:
         waiting.sort(key=lambda n: found[n].height)
         n = waiting.pop()
         if not found[n].height > top - _DEPTH[d]:
             continue
-        for i in range(d):
-            for sign in (-1, 1):
-                m = (*n[:i], n[i] + sign, *n[i + 1 :])
-                if m in found:
-                    continue
-                if abs(m[i]) > reach:
-                    ends = False
-                    continue
-                at = centre + steps @ torch.tensor(m, dtype=centre.dtype, device=centre.device)
-                found[m] = surface(at, axes)
-                top = max(top, found[m].height)
-                waiting.append(m)
-    kept = {n: p for n, p in found.items() if p.height > -math.inf}
-    points = list(kept.values())
-    volume = float(torch.linalg.slogdet(steps).logabsdet)
-    cells = torch.tensor(list(kept), dtype=centre.dtype, device=centre.device)
-    high = (
-        torch.tensor([p.height for p in points], dtype=centre.dtype, device=centre.device)
-        > top - _DEPTH[d]
-    )
-    fine = _refined(cells[high], _FINE[d])
-    return Design(
-        points,
-        torch.full((len(points),), volume, dtype=centre.dtype, device=centre.device),
-        centre,
-        axes,
-        centre + fine @ steps.T,
-        torch.zeros(len(fine), dtype=centre.dtype, device=centre.device),
-        _BLUR[d],
-        ends,
-        surface.points,
-    )
+        for i, sign in itertools.product(range(d), (-1, 1)):
+            m = (*n[:i], n[i] + sign, *n[i + 1 :])
+            if m in found:
+                continue
+            away = (grid.scaled(number(m)) - origins)[:, i].abs()
+            if bool((away > _REACH).all()):
+                ends = False
+                continue
+            found[m] = surface(grid(number(m)), grid.axes)
+            top = max(top, found[m].height)
+            waiting.append(m)
+    return found, ends
+
+
+def _is_coarse(points: Mapping[_Cell, Point], grid: _Grid) -> bool:
+    """Whether the density has bends, where the lattice is wide, that are sharper than at the mode."""
+    top = max(p.height for p in points.values())
+    for n, p in points.items():
+        wider = grid.wider(torch.tensor(n, dtype=grid.centre.dtype, device="cpu")).tolist()
+        for i in range(len(n)):
+            beside = [points.get((*n[:i], n[i] + sign, *n[i + 1 :])) for sign in (-1, 1)]
+            if p.height < top - _SEEN or max(wider) < _WIDE or None in beside:
+                continue
+            bend = 2 * p.height - sum(b.height for b in beside if b is not None)
+            if bend > _SHARP * grid.spacing**2:
+                return True
+    return False
 
 
 def _refined(cells: Tensor, parts: int) -> Tensor:
@@ -311,8 +451,8 @@ def _quasi_random(surface: Surface, centre: Tensor, axes: Tensor, num_points: in
     good = [i for i, p in enumerate(points) if p.height > -math.inf]
     fine, fine_log_volume = place(_normal_points(d, _FINE_POINTS).to(centre.device))
     return Design(
-        [points[i] for i in good], log_volume[good], centre, axes, fine, fine_log_volume, _BLUR[3], True,
-        surface.points,
+        [points[i] for i in good], log_volume[good], centre, axes, fine, fine_log_volume,
+        _FINE_BLUR, True, surface.points,
     )  # fmt: skip
 
 
@@ -324,81 +464,3 @@ def _normal_points(d: int, num_points: int) -> Tensor:
     factor = torch.linalg.cholesky(half.T @ half / len(half))
     half = torch.linalg.solve_triangular(factor, half.T, upper=False).T
     return torch.cat([half, -half])
-
-
-# --- between the points ----------------------------------------------------------------------------
-
-
-class Interpolant:
-    """L(u) ~ known(u) + sum_k c_k |z - z_k|^3 + a quadratic in z, equal to L at the points.
-
-    In one dimension the sum is a cubic spline. What is known in closed form (priors, Jacobians) is
-    what makes tails bend; the rest, the likelihood of theta, is nearly linear there.
-
-    Reference: H. Wendland (2005), Scattered data approximation, chapter 8 (polyharmonic splines).
-    """
-
-    def __init__(self, design: Design, known: Callable[[Tensor], Tensor]) -> None:
-        self._known = known
-        self._centre, self._axes = design.centre, design.axes
-        top = max(p.height for p in design.evaluated)
-        used = [p for p in design.evaluated if p.height > top - _USED]
-        at = torch.stack([p.at for p in used])
-        z = self._nodes = self._coordinates(at)
-        values = torch.tensor(
-            [p.height - top for p in used], dtype=z.dtype, device=z.device
-        ) - known(at)
-        quadratic = _quadratics(z)
-        n, m = quadratic.shape
-        zeros = quadratic.new_zeros(m, m)
-        rows = [torch.cat([_cubes(z, z), quadratic], 1), torch.cat([quadratic.T, zeros], 1)]
-        right = torch.cat([values, values.new_zeros(m)])[:, None]
-        # Least squares: a point may be there twice, to rounding.
-        found = torch.linalg.lstsq(torch.cat(rows), right, driver="gelsd").solution[:, 0]
-        self._cubic, self._quadratic = found[:n], found[n:]
-
-    def _coordinates(self, at: Tensor) -> Tensor:
-        return torch.linalg.solve(self._axes, (at - self._centre).T).T
-
-    def __call__(self, at: Tensor) -> Tensor:
-        """L at (M, d) points, relative to the highest point; above that by no more than _ABOVE."""
-        z = self._coordinates(at)
-        rest = _cubes(z, self._nodes) @ self._cubic + _quadratics(z) @ self._quadratic
-        return (rest + self._known(at)).clamp(max=_ABOVE)
-
-
-def _cubes(a: Tensor, b: Tensor) -> Tensor:
-    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist") ** 3
-
-
-def _quadratics(z: Tensor) -> Tensor:
-    """1, z_i and z_i z_j, (n, 1 + d + d (d + 1) / 2)."""
-    i, j = torch.tril_indices(z.shape[1], z.shape[1], device=z.device)
-    return torch.cat([torch.ones_like(z[:, :1]), z, z[:, i] * z[:, j]], 1)
-
-
-def calibrated(weights: Tensor, features: Tensor, targets: Tensor) -> Tensor:
-    """The weights (K,) nearest to these, in relative entropy, under which features have given means.
-
-        w_k'  proportional to  w_k exp(lambda^T (phi_k - target))
-
-    Features are (K, f). Where no such weights are near, the weights stay.
-
-    Reference: J. Hainmueller (2012), Entropy balancing for causal effects.
-    """
-    mean = weights @ features
-    scale = (weights @ (features - mean).square()).sqrt()
-    live = scale > 1e-9 * mean.abs()
-    centred = ((features - targets) / scale)[:, live]
-    slopes = centred.new_zeros(centred.shape[1])
-    logs = weights.log()
-    for _ in range(_ROUNDS):
-        new = (logs + centred @ slopes).softmax(0)
-        off = new @ centred
-        if float(off.abs().max()) < 1e-9:
-            effective, before = 1 / new.square().sum(), 1 / weights.square().sum()
-            return new if bool(effective > before / 2) else weights
-        cov = (centred.T * new) @ centred - torch.outer(off, off)
-        cov = cov + 1e-9 * torch.eye(len(off), dtype=cov.dtype, device=cov.device)
-        slopes = slopes - torch.linalg.solve(cov, off).clamp(-1.0, 1.0)
-    return weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pyro_cvi.gaussians.chain import Blocks
 from pyro_cvi.graph.chain import Chain
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.symbolic import Latent
+from pyro_cvi.linalg import broadcast_shapes
 from pyro_cvi.structured import ChainBelief, ProcessBelief, StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
@@ -33,6 +34,7 @@ __all__ = [
     "FiniteSupport",
     "StructuredLaw",
     "as_belief",
+    "draw_chain",
     "finite_law",
     "index_of",
     "is_falling",
@@ -319,6 +321,30 @@ def index_of(latent: Latent, value: Tensor) -> Tensor:
     flat = latent.support.reshape(len(latent.support), -1)
     own = value.reshape(*value.shape[: value.ndim - latent.event_dim], 1, -1)
     return (own == flat).all(-1).to(torch.long).argmax(-1)
+
+
+def draw_chain(
+    latents: Mapping[str, Latent],
+    block: Block,
+    belief: FamilyBelief,
+    sample: Callable[[str, Any], Tensor],
+) -> dict[str, Tensor]:
+    """The states of a discrete chain in order, each given the one before it.
+
+    `sample` draws a site from a law.
+    """
+    first, *others = block.sites
+    moves = belief.family.transitions(belief.natural).log()  # type: ignore[attr-defined]
+    result = {first: sample(first, marginal(latents[first], block, belief))}
+    for t, site in enumerate(others):
+        before = latents[block.sites[t]]
+        origin = index_of(before, result[before.name])
+        table = moves[..., t, :, :]
+        shape = broadcast_shapes(origin.shape, table.shape[:-2])
+        where = origin.expand(shape)[..., None, None].expand(*shape, 1, table.shape[-1])
+        logits = table.expand(*shape, *table.shape[-2:]).gather(-2, where).squeeze(-2)
+        result[site] = sample(site, finite_law(latents[site], logits))
+    return result
 
 
 def _triangular(half: Tensor) -> Tensor:

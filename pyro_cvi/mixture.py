@@ -40,7 +40,9 @@ _LOGITS = torch.linspace(-14.0, 14.0, 57, dtype=torch.float64, device="cpu")
 _DRAWS = 10_000
 """For quantiles of vectors that are transformed as a whole."""
 _NODES = 257
-"""Of a table; about 0.04 standard deviations apart."""
+"""Least nodes of a table; about 0.04 standard deviations apart."""
+_WIDEST = 0.3
+"""Most standard deviations that points are smeared over."""
 _NOTHING = 1e-6
 """Points of a smaller share of the largest weight are beyond a table's ends."""
 
@@ -125,18 +127,27 @@ class Table:
         return torch.where(inside, slope, torch.zeros_like(slope)).log()
 
 
-def tabulate(u: Tensor, weights: Tensor, blur: float) -> Table:
-    """The table of weighted points (M,), each smeared by a normal law of `blur` standard deviations.
+def tabulate(u: Tensor, weights: Tensor, width: float) -> Table:
+    """The table of weighted points (M,), each smeared by a normal law of standard deviation `width`.
 
-    Before that they are drawn together, so that mean and variance stay what they are.
+    Before that they are drawn together, so that mean and variance stay what they are. Without a width
+    every point's mass is spread evenly over its cell of the line.
     """
     w = weights / weights.sum()
+    if not width:
+        nodes, order = u.sort()
+        middles = (nodes[1:] + nodes[:-1]) / 2
+        ends = [2 * nodes[:1] - middles[:1], 2 * nodes[-1:] - middles[-1:]]
+        cdf = torch.cat([w.new_zeros(1), w[order].cumsum(0)])
+        return Table(torch.cat([ends[0], middles, ends[1]]), cdf / cdf[-1])
     mean = w @ u
     sd = (w @ (u - mean).square()).sqrt().clamp(min=1e-300)
+    blur = float((width / sd).clamp(max=_WIDEST))
     z = (u - mean) / sd * math.sqrt(1 - blur**2)
     seen = z[w > _NOTHING * w.max()]
     low, high = float(seen.min()) - 4 * blur, float(seen.max()) + 4 * blur
-    nodes = torch.linspace(low, high, _NODES, device=u.device).to(u)
+    count = min(max(_NODES, int(4 * (high - low) / blur)), 16 * _NODES)
+    nodes = torch.linspace(low, high, count, device=u.device).to(u)
     cdf = torch.stack([w @ torch.special.ndtr((x - z) / blur) for x in nodes])
     cdf = (cdf - cdf[0]) / (cdf[-1] - cdf[0])
     return Table(mean + sd * nodes, cdf)
@@ -208,31 +219,40 @@ class Tabulated(dist.TorchDistribution):
     def __init__(
         self, place: Place, tables: Sequence[Table], points: Tensor, weights: Tensor
     ) -> None:
-        self._place, self.tables = place, list(tables)
-        self._points, self._weights = points, weights
+        self.place, self.tables = place, list(tables)
+        self._points, self.weights = points, weights
+        low, high = zip(*[shares(u, weights) for u in points.unbind(-1)], strict=True)
+        self._low, self._high = torch.stack(low, -1), torch.stack(high, -1)
         shape = place(points[0]).shape
         split = len(shape) - place.event_dim
         super().__init__(shape[:split], shape[split:], validate_args=False)
 
-    def at(self, p: Tensor) -> Tensor:
-        """The value whose unconstrained scalars are at these levels (*, scalars) of their tables."""
-        return self._place(
-            torch.stack([t.icdf(x) for t, x in zip(self.tables, p.unbind(-1), strict=True)], -1)
-        )
+    def _scalars(self, p: Tensor) -> Tensor:
+        """The unconstrained scalars at these levels (*, scalars) of their tables."""
+        columns = zip(self.tables, p.unbind(-1), strict=True)
+        return torch.stack([t.icdf(x.contiguous()) for t, x in columns], -1)
+
+    def near(self, chosen: Tensor) -> Tensor:
+        """The unconstrained scalars (n, scalars) of a draw near each of these points (n,).
+
+        Of points that were chosen by weight, every scalar has the law of its table.
+        """
+        low, high = self._low[chosen], self._high[chosen]
+        return self._scalars(low + torch.rand_like(low) * (high - low))
 
     def _moment(self, power: int, centre: Tensor | float = 0.0) -> Tensor:
-        values = (self._place(self._points).to(torch.float64) - centre) ** power
-        return torch.tensordot(self._weights, values, dims=1)
+        values = (self.place(self._points).to(torch.float64) - centre) ** power
+        return torch.tensordot(self.weights, values, dims=1)
 
     @property
     def mean(self) -> Tensor:
         """E x, from the joint points."""
-        return self._moment(1).to(self._place.dtype)
+        return self._moment(1).to(self.place.dtype)
 
     @property
     def variance(self) -> Tensor:
         """E (x - E x)^2."""
-        return self._moment(2, self._moment(1)).to(self._place.dtype)
+        return self._moment(2, self._moment(1)).to(self.place.dtype)
 
     @property
     def stddev(self) -> Tensor:
@@ -242,23 +262,23 @@ class Tabulated(dist.TorchDistribution):
     def icdf(self, value: Tensor | float) -> Tensor:
         """The quantile of every scalar; of a vector that is transformed as a whole, of each element."""
         p = torch.as_tensor(value, dtype=torch.float64)
-        if self._place.is_joint:
-            x, order = self._place(self._points).sort(0)
-            total = self._weights.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape).gather(0, order)
+        if self.place.is_joint:
+            x, order = self.place(self._points).sort(0)
+            total = self.weights.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape).gather(0, order)
             at = (total.cumsum(0) < p).sum(0, keepdim=True).clamp(max=len(x) - 1)
             return x.gather(0, at)[0]
-        p = 1 - p if is_falling(self._place.bijection) else p
-        return self.at(p.expand(len(self.tables)))
+        p = 1 - p if is_falling(self.place.bijection) else p
+        return self.place(self._scalars(p.expand(len(self.tables))))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p of each scalar by itself; sites of vectors have none here."""
         if len(self.event_shape):
             raise NotImplementedError(
-                f"the joint density of the vector '{self._place.site}' is known at points only; its "
+                f"the joint density of the vector '{self.place.site}' is known at points only; its "
                 "mean, variance, quantiles and draws are there"
             )
         x = torch.as_tensor(value)
-        t = self._place.bijection
+        t = self.place.bijection
         u = x if t is None else t.inv(x)
         slope: Any = 0.0 if t is None else t.log_abs_det_jacobian(u, x)
         flat = u.to(torch.float64).expand(torch.broadcast_shapes(u.shape, self.batch_shape))
@@ -270,15 +290,8 @@ class Tabulated(dist.TorchDistribution):
         """Joint draws: a point each, moved inside its cell."""
         shape = torch.Size(sample_shape)
         n = max(math.prod(shape), 1)
-        chosen = torch.multinomial(self._weights, n, replacement=True)
-        levels = []
-        for j in range(len(self.tables)):
-            low, high = shares(self._points[:, j], self._weights)
-            levels.append(
-                low[chosen]
-                + torch.rand(n, dtype=low.dtype, device=low.device) * (high - low)[chosen]
-            )
-        values = self.at(torch.stack(levels, -1))
+        chosen = torch.multinomial(self.weights, n, replacement=True)
+        values = self.place(self.near(chosen))
         return values.reshape((*shape, *self.batch_shape, *self.event_shape))
 
 
