@@ -104,6 +104,14 @@ class Averaging:
         """Whether the average is as good as is asked for."""
         return self.count >= _WINDOW and self.error <= ERROR * self.scalars
 
+    @property
+    def verdict(self) -> str:
+        """Why a run may end here."""
+        what = "the last steps are"
+        if not self.is_near:
+            what = f"the average of {self.count} steps is"
+        return f"{what} within {ERROR:g} nats of the optimum for each sampled scalar"
+
     def beliefs(self, like: Mapping[str, Belief]) -> dict[str, Belief]:
         """The average, in natural parameters: these are convex, so it is proper."""
         found: dict[str, Belief] = {}

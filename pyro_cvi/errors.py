@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["CVIError", "CVIWarning", "ModelError", "check_names", "imported", "message"]
+__all__ = [
+    "CVIError",
+    "CVIWarning",
+    "ConvergenceWarning",
+    "ModelError",
+    "check_names",
+    "imported",
+    "message",
+]
 
 
 class CVIError(ValueError):
@@ -19,6 +27,10 @@ class ModelError(CVIError, RuntimeError):
 
 class CVIWarning(UserWarning):
     """Something is probably not what was meant."""
+
+
+class ConvergenceWarning(CVIWarning):
+    """A run has ended, and not, or not for sure, at an optimum."""
 
 
 def message(where: str, found: str, expected: str, remedy: str) -> str:

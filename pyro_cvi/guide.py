@@ -21,8 +21,9 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import log_jacobian
 from pyro_cvi.graph.blocks import Form
 from pyro_cvi.graph.chain import Chain
-from pyro_cvi.graph.initial import located_points
+from pyro_cvi.graph.initial import initial_belief, located_points
 from pyro_cvi.graph.plan import Block, Plan
+from pyro_cvi.graph.pointed import MOST_SCALARS
 from pyro_cvi.graph.prepared import Prepared, prepare
 from pyro_cvi.graph.process import Process
 from pyro_cvi.graph.sampling import draw, scatter
@@ -32,8 +33,7 @@ from pyro_cvi.graph.windows import Part, Window, whole_latent
 from pyro_cvi.laws import (
     StructuredLaw,
     as_belief,
-    finite_law,
-    index_of,
+    draw_chain,
     joint,
     marginal,
     median,
@@ -49,6 +49,8 @@ __all__ = ["AutoCVI"]
 _SEPARATOR = ":"
 _FRESH: dict[str, Any] = {"master": None, "plates": {}, "_beliefs": {}}
 """What a copy of a guide does not take over."""
+_JOINT = "joint:sites"
+"""The buffer that names the sites of the joint block, for a guide that is loaded before it sees data."""
 _SHARED = {"_model", "_prepared", "prototype_trace", "init_loc_fn", "create_plates"}
 """What a deep copy shares with the original: functions, and analyses that never change."""
 
@@ -63,6 +65,9 @@ class AutoCVI(AutoGuide):
     Arguments:
         model: a Pyro model.
         max_dense_dim: largest number of scalars of Gaussian sites that share one dense covariance.
+        max_joint_dim: largest number of scalars of sites that share one Gaussian of their unconstrained
+            values: of those in factors that can only be averaged over points, and of blocks that meet,
+            where `CVI.run` finds a higher bound for it. 0 keeps all sites in blocks of their own.
         init_loc_fn: where sites start, as in Pyro's autoguides; near the prior by default. A site
             starts narrow around its point. Of discrete sites only those that the function means:
             the ones that `init_to_value` names, and all of a function of your own.
@@ -87,6 +92,7 @@ class AutoCVI(AutoGuide):
         model: Callable[..., Any],
         *,
         max_dense_dim: int = 1000,
+        max_joint_dim: int = MOST_SCALARS,
         init_loc_fn: Callable[..., Any] | None = None,
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
@@ -94,7 +100,11 @@ class AutoCVI(AutoGuide):
             raise CVIError(f"max_dense_dim is {max_dense_dim!r}; expected a positive integer")
         check_model(model)
         super().__init__(model, create_plates=create_plates)
-        self.max_dense_dim = max_dense_dim
+        if not isinstance(max_joint_dim, int) or max_joint_dim < 0:
+            raise CVIError(
+                f"max_joint_dim is {max_joint_dim!r}; expected zero or a positive integer"
+            )
+        self.max_dense_dim, self.max_joint_dim = max_dense_dim, max_joint_dim
         self.init_loc_fn = init_loc_fn
         self._model: tuple[Callable[..., Any] | None]  # set by AutoGuide
         self._prepared: Prepared | None = None
@@ -242,6 +252,9 @@ class AutoCVI(AutoGuide):
             chosen=chosen,
             beside=beside,
             spread=spread,
+            joint=joint_of(self._buffers.get(_JOINT)),
+            max_joint_dim=self.max_joint_dim,
+            init_loc_fn=self.init_loc_fn if old is None else None,
         )
         if old is None:
             self._adopt(new, model, args, kwargs)
@@ -342,11 +355,14 @@ class AutoCVI(AutoGuide):
         for name, tensor in self._starting_buffers(new).items():
             self.register_buffer(name, tensor.detach().clone().contiguous())
 
-    def _starting_buffers(self, new: Prepared) -> dict[str, Tensor]:
-        """The tensors of all blocks at the start."""
+    def _starting_buffers(self, new: Prepared, *, again: bool = False) -> dict[str, Tensor]:
+        """The tensors of all blocks at the start; at another one, if they start again."""
         buffers: dict[str, Tensor] = {}
-        for block in new.plan.blocks:
-            tensors = new.start(block, self._start).tensors
+        if new.joint:
+            buffers[_JOINT] = mark_of_joint(new.joint)
+        plan, moved = new.beginning(self._start, again=again)
+        for block in plan.blocks:
+            tensors = initial_belief(plan, block, self._start, moved).tensors
             if block.placement is not None:
                 tensors = block.placement.spread(tensors)
                 if block.moves:
@@ -434,7 +450,7 @@ class AutoCVI(AutoGuide):
             elif block.is_chain:
                 latents = {s: self._whole.latents[s] for s in block.sites}
                 with poutine.block():
-                    result |= self._sample_chain(_Drawn(block, latents, belief, {}))
+                    result |= _chain_draw(_Drawn(block, latents, belief, {}))
             else:
                 result[block.sites[0]] = self.posterior(block.sites[0]).sample()
         latents = self._whole.latents
@@ -452,12 +468,44 @@ class AutoCVI(AutoGuide):
         self._fitted = True
 
     def reset(self) -> None:
-        """Back to a start, with new random responsibilities and draws."""
+        """Back to a start, another one for every block, but for sites that `init_loc_fn` placed."""
         prepared = self._need("reset")
         with torch.no_grad():
-            for name, tensor in self._starting_buffers(prepared).items():
+            for name, tensor in self._starting_buffers(prepared, again=True).items():
                 self._buffers[name].copy_(tensor)
         self._fitted = False
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The posterior's buffers themselves."""
+        return {n: t for n, t in self._buffers.items() if t is not None}
+
+    def kept(self) -> dict[str, Any]:
+        """All that `back_to` needs to undo `rejoin` and what follows it."""
+        names = ("_prepared", "prototype_trace", "_prototype_frames", "_fitted")
+        return {"buffers": self.snapshot(), **{n: getattr(self, n) for n in names}}
+
+    def back_to(self, kept: Mapping[str, Any]) -> None:
+        """Be what `kept` says again."""
+        self._buffers.clear()
+        self._beliefs.clear()
+        for name, value in kept.items():
+            if name == "buffers":
+                self._buffers.update(value)
+            else:
+                setattr(self, name, value)
+
+    def rejoin(self, prepared: Prepared) -> None:
+        """Take an analysis with other blocks; the posterior begins where that says."""
+        self._buffers.clear()
+        self._beliefs.clear()
+        self._begin(prepared)
+        self.prototype_trace, self._prepared = prepared.trace, prepared
+        self._fitted = True
+
+    def replan(self, plan: Plan) -> None:
+        """Go on with a plan of the same blocks."""
+        self._prepared = replace(self._need("its plan"), plan=plan)
 
     @property
     def located(self) -> frozenset[str]:
@@ -667,7 +715,7 @@ class AutoCVI(AutoGuide):
             if block.layout is not None:
                 result.update(self._sample_gaussian(drawn))
             elif block.is_chain:
-                result.update(self._sample_chain(drawn))
+                result.update(_chain_draw(drawn))
             else:
                 (site,) = block.sites
                 law = marginal(latents[site], block, belief)
@@ -704,24 +752,6 @@ class AutoCVI(AutoGuide):
         finally:
             self.__dict__["create_plates"] = None
         return plates
-
-    def _sample_chain(self, drawn: _Drawn) -> dict[str, Tensor]:
-        """The states in order, each given the one before it."""
-        block, belief = drawn.block, drawn.belief
-        assert isinstance(belief, FamilyBelief)
-        first, *others = block.sites
-        moves = belief.family.transitions(belief.natural).log()  # type: ignore[attr-defined]
-        start = marginal(drawn.latents[first], block, belief)
-        result = {first: drawn.in_plates(first, start)}
-        for t, site in enumerate(others):
-            before = drawn.latents[block.sites[t]]
-            origin = index_of(before, result[before.name])
-            table = moves[..., t, :, :]
-            shape = broadcast_shapes(origin.shape, table.shape[:-2])
-            where = origin.expand(shape)[..., None, None].expand(*shape, 1, table.shape[-1])
-            logits = table.expand(*shape, *table.shape[-2:]).gather(-2, where).squeeze(-2)
-            result[site] = drawn.in_plates(site, finite_law(drawn.latents[site], logits))
-        return result
 
     def _sample_gaussian(self, drawn: _Drawn) -> dict[str, Tensor]:
         block, belief, layout = drawn.block, drawn.belief, drawn.block.layout
@@ -767,6 +797,12 @@ class _Drawn:
     def in_plates(self, site: str, fn: Any) -> Tensor:
         """One sample statement inside the site's plates."""
         return in_plates(self.latents[site], self.plates, fn)
+
+
+def _chain_draw(drawn: _Drawn) -> dict[str, Tensor]:
+    """Sample statements of a discrete chain's states."""
+    assert isinstance(drawn.belief, FamilyBelief)
+    return draw_chain(drawn.latents, drawn.block, drawn.belief, drawn.in_plates)
 
 
 def in_plates(latent: Latent, plates: Mapping[str, Any], fn: Any) -> Tensor:
@@ -890,6 +926,16 @@ def _is_of(belief: Belief, block: Block) -> bool:
     if isinstance(belief, ProcessBelief):
         return isinstance(block.form, Process) and belief.spec is block.form.predictors
     return True
+
+
+def mark_of_joint(sites: frozenset[str]) -> Tensor:
+    """Names as a tensor of bytes, for a state dict holds nothing else."""
+    return torch.tensor(list("\n".join(sorted(sites)).encode()), dtype=torch.uint8, device="cpu")
+
+
+def joint_of(mark: Tensor | None) -> frozenset[str]:
+    """The names that a mark holds."""
+    return frozenset() if mark is None else frozenset(bytes(mark.tolist()).decode().split("\n"))
 
 
 def _is_unchanged(known: list[tuple[Tensor, int]], tensors: tuple[Tensor, ...]) -> bool:

@@ -13,8 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,19 +24,21 @@ from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from pyro_cvi.averaging import ERROR
+from pyro_cvi.ascent import ABSURD
 from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator, is_own
 from pyro_cvi.graph.particles import Particles
-from pyro_cvi.graph.prepared import Prepared, is_stream
+from pyro_cvi.graph.pointed import refine
+from pyro_cvi.graph.prepared import Prepared, is_stream, prepare
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.graph.validation import check_model
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.hybrid import Draw, HybridGuide, Others, of_elements, split
+from pyro_cvi.joint import begun, candidates
 from pyro_cvi.linalg import all_finite, or_zeros, sum_gradients
 from pyro_cvi.modes import outside_inference_mode
 from pyro_cvi.prediction import (
@@ -47,31 +48,42 @@ from pyro_cvi.prediction import (
     local_posteriors,
     log_predictive,
 )
-from pyro_cvi.sweep import Sweeper, is_of, kl_of
+from pyro_cvi.running import MORE, USUAL, Best, RunResult, apart, complaint, warn_of
+from pyro_cvi.saddles import leave_saddle
+from pyro_cvi.stopping import Progress
+from pyro_cvi.sweep import Sweeper, is_of, shift_of
+from pyro_cvi.updates import Belief
 
 __all__ = ["CVI", "RunResult"]
 
 _FORGET = 0.1
 """Weight of the last bound in the baseline of other guides' score functions."""
+_ROUNDING = 8.0
+"""Units of rounding of the bound's summands below which a gain is none."""
+_WORTH = 0.05
+"""Nats by which the bound of a joint Gaussian has to be higher than that of separate blocks."""
+_HAND_OVER = 40
+"""Steps after which blocks that have not converged try a joint one first."""
+_ESCAPES = 8
+"""How often a run that has converged goes on, off a saddle or with more points."""
 _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
 
 
-@dataclass
-class RunResult:
-    """What `CVI.run` did: the loss after each step, how many, and why it stopped.
+class _Options(NamedTuple):
+    """What `run` was asked for; after `steps`, up to `most` where a fit may go on."""
 
-    With several starts this is the best one's; `restarts` has the last loss of each, or where the loss
-    is an estimate the mean of its last tenth. `times` are the seconds from the start of the run (of this
-    start) to the end of each step.
-    """
+    steps: int
+    most: int
+    tol: float
+    bar: Any
+    annealing: tuple[float, int] | None
+    joins: bool = True
 
-    losses: list[float] = field(default_factory=list)
-    num_steps: int = 0
-    converged: bool = False
-    reason: str = ""
-    seconds: float = 0.0
-    restarts: list[float] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    def show(self, loss: float, progress: Progress) -> None:
+        """Let the bar say how it goes."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {progress.left:.1e} nats left")
+            self.bar.update()
 
 
 class _Given(NamedTuple):
@@ -184,7 +196,6 @@ class CVI:
         self.sampling = Sampling(num_samples, antithetic, fisher)
         self.shards = Shards.of(shards)
         self._sweeper = Sweeper(minibatch, delay, forget, seed, memory, self.shards)
-        self._moved = math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but values that are computed again."""
@@ -199,7 +210,7 @@ class CVI:
         Where something is sampled or subsampled the return value is an estimate. An error leaves the
         posterior as it was.
         """
-        return self._guarded_step(args, kwargs, unchanged=False, temperature=1.0, last=math.inf)
+        return self._guarded_step(args, kwargs, unchanged=False, temperature=1.0)
 
     def _guarded_step(
         self,
@@ -207,16 +218,12 @@ class CVI:
         kwargs: dict[str, Any],
         unchanged: bool,
         temperature: float,
-        last: float | None = None,
-        tol: float = 0.0,
+        progress: Progress | None = None,
     ) -> float:
-        """A step; its length in nats is measured if the loss is within `tol` of the `last` one.
-
-        With `last` None it is measured always.
-        """
+        """A step, of which `progress` takes note."""
         with torch.enable_grad(), self._own.undone_on_error(), self._own_randomness():
             self._sweeper.temperature = temperature
-            return self._step(args, kwargs, unchanged, last, tol)
+            return self._step(args, kwargs, unchanged, progress)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -233,8 +240,7 @@ class CVI:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         unchanged: bool,
-        last: float | None,
-        tol: float,
+        progress: Progress | None,
     ) -> float:
         sweeper = self._sweeper
         fitted = self._own.is_fitted
@@ -287,13 +293,21 @@ class CVI:
             new = evaluator.beliefs[block.name]
             if block.placement is not None or new is not before[block.name]:
                 self._own.set_belief(block, new)
-        settled = last is None or abs(last + elbo) <= tol * max(abs(elbo), 1.0)
-        self._moved = math.inf
-        if settled:
-            moved = kl_of(before, evaluator.beliefs)
-            self._moved = self.shards.number(moved)
+        if progress is not None:
+            self._note(progress, -elbo, evaluator, before)
         sweeper.done(prepared)
         return -elbo
+
+    def _note(
+        self, progress: Progress, loss: float, evaluator: Evaluator, before: dict[str, Belief]
+    ) -> None:
+        """What a step says of the end of the run; how far it moved is measured where that counts."""
+        progress.add(loss, plain=not self._sweeper.is_mixture)
+        progress.floor = _ROUNDING * evaluator.rounding_of_bound()
+        assert self._own.prepared is not None
+        progress.least = -ABSURD * self.shards.number(self._own.prepared.observed_cells)
+        if progress.is_near:
+            progress.moved = self.shards.largest(shift_of(before, evaluator.beliefs))
 
     @outside_inference_mode
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
@@ -334,14 +348,17 @@ class CVI:
     def run(
         self,
         *args: Any,
-        num_steps: int = 100,
-        tol: float = 1e-6,
+        num_steps: int | None = None,
+        tol: float = 0.01,
         progress: bool = False,
         num_restarts: int = 1,
         annealing: tuple[float, int] | None = None,
         **kwargs: Any,
     ) -> RunResult:
-        """Step until the relative change of the loss and the step's length in nats are below `tol`.
+        """Step until less than `tol` nats are left to gain, and no mean has `tol` of its sd to go.
+
+        What is left follows from the last gains and their contraction (`pyro_cvi.stopping`), with a
+        floor at the rounding of the bound. A run that ends before that warns, and says what was left.
 
         A run with samples ends in the average of its last steps, from where they came no nearer to the
         optimum; with `tol` above zero it stops when that average, or the steps themselves, are within
@@ -349,12 +366,101 @@ class CVI:
         `num_steps`.
 
         Arguments:
+            num_steps: at most so many steps. If it is not given, 100, or up to 1,000 for as long as
+                a fit without noise gains.
             num_restarts: fits from this many starts (the first from where the guide is) and keeps the
                 best, by its last loss.
             annealing: (temperature, steps): the first steps maximise E[log p] + T H[q], with T falling
                 geometrically from the temperature to 1, and with a little noise in discrete sites.
                 Topics gain much by it (try (1.5, 20) or slower), mixtures little.
         """
+        steps = USUAL if num_steps is None else num_steps
+        self._check_run(steps, tol, num_restarts, annealing)
+        start = time.perf_counter()
+        bar = _progress_bar(steps * num_restarts) if progress else None
+        best: tuple[RunResult, Any, Sweeper] | None = None
+        finals = []
+        options = _Options(steps, MORE if num_steps is None else steps, tol, bar, annealing)
+        try:
+            for i in range(num_restarts):
+                if i > 0 and steps > 0:
+                    self._restart()
+                result = self._run_once(args, kwargs, options)
+                finals.append(self._final_loss(result.losses))
+                if num_restarts == 1:
+                    best = (result, None, self._sweeper)
+                elif best is None or finals[-1] < min(finals[:-1]):
+                    best = (result, self._own.snapshot(), self._sweeper)
+        finally:  # an interrupted restart leaves the best start so far
+            if best is not None and best[1] is not None:
+                self._own.restore(best[1])
+                self._sweeper, self._evaluator = best[2], None
+            self._sweeper.accelerated = self._sweeper.is_mixture = False
+        assert best is not None
+        result = self._joined(args, kwargs, options, best[0])
+        result.restarts = finals
+        if bar is not None:
+            bar.total = bar.n
+            bar.refresh()
+            bar.close()
+        result.seconds = time.perf_counter() - start
+        if result.warning:
+            warn_of(result.warning)
+        elif (found := apart(finals)) is not None:
+            warn_of(found, restarts=True)
+        return result
+
+    def _joined(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options, result: RunResult
+    ) -> RunResult:
+        """The run that goes on with one Gaussian of the sites that meet, if its bound is higher."""
+        own, sweeper = self._own, self._sweeper
+        if not result.losses or not self._may_join(options):
+            return result
+        sites = candidates(own.plan, min(own.max_joint_dim, own.max_dense_dim))
+        kept = own.kept()
+        prepared = prepare(
+            self.model, args, kwargs, own.max_dense_dim, joint=sites | own.plan.joint,
+            max_joint_dim=own.max_joint_dim,
+        )  # fmt: skip
+        (block, *more) = (b for b in prepared.plan.blocks if sites & set(b.sites))
+        if more or prepared.plan.sampled_sites():
+            return result
+        beliefs, before = own.beliefs(), own.plan
+        own.rejoin(prepared)
+        own.set_belief(block, begun(block, prepared.plan, before, beliefs))
+        for b in prepared.plan.blocks:
+            if b is not block:
+                own.set_belief(b, beliefs[b.name])
+        self._sweeper, self._evaluator = sweeper.fresh(), None
+        self._sweeper.time = sweeper.time
+        better = False
+        try:
+            with suppress(CVIError):
+                joint = self._run_once(args, kwargs, options._replace(joins=False, annealing=None))
+                better = result.losses[-1] - joint.losses[-1] - joint.errors[-1] > _WORTH
+        finally:
+            if not better:
+                own.back_to(kept)
+                self._sweeper, self._evaluator = sweeper, None
+        if better:
+            return result.followed_by(joint)
+        if not result.converged:
+            later = options._replace(joins=False)
+            return result.followed_by(self._run_once(args, kwargs, later))
+        return result
+
+    def _may_join(self, options: _Options) -> bool:
+        """Whether a joint Gaussian of some sites is to be tried."""
+        alone = self._others is None and not self.shards.plates
+        if not (alone and options.joins and options.tol > 0):
+            return False
+        own = self._own
+        return bool(candidates(own.plan, min(own.max_joint_dim, own.max_dense_dim)))
+
+    def _check_run(
+        self, num_steps: Any, tol: float, num_restarts: Any, annealing: tuple[float, int] | None
+    ) -> None:
         if not _is_count(num_steps, 0):
             raise CVIError(f"num_steps is {num_steps!r}; expected an integer, zero or more")
         if not _is_count(num_restarts, 1):
@@ -368,80 +474,113 @@ class CVI:
                 f"annealing is {annealing!r}; expected (temperature, steps) with a temperature of at "
                 f"least 1 and fewer steps than the {num_steps} of the run"
             )
-        start = time.perf_counter()
-        bar = _progress_bar(num_steps * num_restarts) if progress else None
-        best: tuple[RunResult, Any, Sweeper] | None = None
-        finals = []
-        try:
-            for i in range(num_restarts):
-                if i > 0 and num_steps > 0:
-                    self._restart()
-                result = self._run_once(args, kwargs, num_steps, tol, bar, annealing)
-                finals.append(self._final_loss(result.losses))
-                if num_restarts == 1:
-                    best = (result, None, self._sweeper)
-                elif best is None or finals[-1] < min(finals[:-1]):
-                    best = (result, self._own.snapshot(), self._sweeper)
-        finally:  # an interrupted restart leaves the best start so far
-            if best is not None and best[1] is not None:
-                self._own.restore(best[1])
-                self._sweeper, self._evaluator = best[2], None
-            self._sweeper.accelerated = self._sweeper.is_mixture = False
-        assert best is not None
-        result = best[0]
-        result.restarts = finals
-        if bar is not None:
-            bar.total = bar.n
-            bar.refresh()
-            bar.close()
-        result.seconds = time.perf_counter() - start
-        return result
 
     def _run_once(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        num_steps: int,
-        tol: float,
-        bar: Any,
-        annealing: tuple[float, int] | None,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
     ) -> RunResult:
-        result = RunResult(reason="num_steps reached")
-        hot, cooling = annealing or (1.0, 0)
+        result, progress, best = RunResult(), Progress(options.tol), Best()
+        hot, cooling = options.annealing or (1.0, 0)
         start = time.perf_counter()
-        changes = False
-        for i in range(num_steps):
+        changes, i, escapes = False, 0, 0
+        while i < options.steps or (i < options.most and self._may_go_on(progress)):
+            if i == _HAND_OVER and self._may_join(options):
+                break  # blocks that creep against each other: a joint one may not
             temperature = hot ** (1 - i / cooling) if i < cooling else 1.0
             # The model is compared with its plan in steps 0, 1, 4, 16, ... and in the last one; if that
             # finds a change (a model of random data), in every step.
-            unchanged = not _is_power_of_four(i) and 0 < i < num_steps - 1 and not changes
+            unchanged = not _is_power_of_four(i) and 0 < i < options.steps - 1 and not changes
             plan = self._own.prepared
-            self._sweeper.accelerated = i < num_steps - 1  # a run ends with a plain sweep
-            last = None if bar is not None else (result.losses or [math.inf])[-1]
-            loss = self._guarded_step(args, kwargs, unchanged, temperature, last, tol)
+            self._sweeper.accelerated = i < options.most - 1 and not progress.asks_for_plain
+            loss = self._guarded_step(args, kwargs, unchanged, temperature, progress)
             changes = changes or (i > 0 and plan is not self._own.prepared)
-            result.losses.append(loss)
-            result.times.append(time.perf_counter() - start)
-            result.num_steps += 1
-            if bar is not None:
-                bar.set_postfix_str(f"loss {loss:.4f}, moved {self._moved:.1e} nats")
-                bar.update()
-            if temperature == 1 and self._is_converged(result.losses, tol):
-                result.converged = True
-                result.reason = f"relative change and movement below {tol:g}"
+            i = result.add(loss, self._sweeper.error, time.perf_counter() - start)
+            options.show(loss, progress)
+            if self._is_sampled:
+                best.offer(result.losses, self._own.state)
+            if temperature > 1:
+                progress.restart()
+            elif self._is_converged(progress):
+                if escapes < _ESCAPES and self._goes_on(args, kwargs, progress, result):
+                    escapes += 1
+                    continue
+                result.converged = self._is_stationary(progress)
+                result.reason = f"less than {progress.allowed:.2g} nats are left to gain"
                 break
             averaging = self._sweeper.averaging
-            if tol > 0 and (averaging.is_enough or averaging.is_near):
-                result.converged = True
-                what = "the last steps are"
-                if not averaging.is_near:
-                    what = f"the average of {averaging.count} steps is"
-                result.reason = (
-                    f"{what} within {ERROR:g} nats of the optimum for each sampled scalar"
-                )
+            if options.tol > 0 and (averaging.is_enough or averaging.is_near):
+                result.converged, result.reason = True, averaging.verdict
                 break
-        self._average(args, kwargs)
+        self._end(args, kwargs, result, progress, best)
         return result
+
+    def _is_stationary(self, progress: Progress) -> bool:
+        """Whether there is no direction to go, where a small gain alone does not say so.
+
+        A bound that is absurd, or that no step changes, is a maximum only if a full step is short.
+        """
+        prepared = self._own.prepared
+        if prepared is None or not (progress.is_absurd or progress.moved == 0):
+            return True
+        with torch.enable_grad():
+            distance = self._evaluator_for(prepared).distance_left()
+        return self.shards.largest(distance) <= max(1.0, progress.floor)
+
+    def _end(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], result: RunResult, progress: Progress,
+        best: Best,
+    ) -> None:  # fmt: skip
+        """Take the average of sampled steps, or the best state; say what was left."""
+        self._average(args, kwargs)
+        prepared = self._own.prepared
+        if prepared is None:
+            return
+        if best.is_better(result.losses, self._sweeper.error):
+            assert best.state is not None
+            self._own.restore(best.state)
+            self._evaluator, result.converged = None, False
+            result.losses[-1] = best.loss
+        result.left = progress.left
+        result.warning = complaint(result, prepared, self._sweeper.counts, progress)
+        if not result.converged:
+            result.reason = result.warning or "num_steps reached"
+
+    @property
+    def _is_sampled(self) -> bool:
+        plan = self._own.plan
+        return bool(plan.sampled_sites()) and not plan.stochastic and not plan.learns
+
+    def _may_go_on(self, progress: Progress) -> bool:
+        """Whether a fit without noise still gains after the usual number of steps."""
+        prepared = self._own.prepared
+        if prepared is None or progress.tol <= 0:
+            return False
+        plan = prepared.plan
+        return not (plan.sampled_sites() or plan.stochastic or plan.learns)
+
+    def _goes_on(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Progress, result: RunResult
+    ) -> bool:
+        """Whether there is more to gain in spite of the stop: off a saddle, or with more points."""
+        prepared = self._own.prepared
+        assert prepared is not None
+        with torch.enable_grad(), self._own.undone_on_error(), self._own_randomness():
+            evaluator = self._evaluator_for(prepared)
+            found = leave_saddle(evaluator, self._sweeper, progress.allowed)
+            for name in found:
+                self._own.set_belief(prepared.plan.block_named(name), evaluator.beliefs[name])
+            refined = None if found else refine(evaluator)
+        if found:
+            progress.restart()
+            return True
+        if refined is None:
+            return False
+        result.note_check(refined.loss, refined.error)
+        if refined.plan is None:
+            return False
+        self._own.replan(refined.plan)
+        self._evaluator = None
+        progress.restart()
+        return True
 
     def _average(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the average of the stationary steps in the place of the last one."""
@@ -459,7 +598,8 @@ class CVI:
     def _restart(self) -> None:
         """Another start, with nothing remembered."""
         old = self._sweeper
-        self._own.reset()
+        with self._own_randomness():
+            self._own.reset()
         self._sweeper = old.fresh()
         self._evaluator = None
 
@@ -851,16 +991,13 @@ class CVI:
         sampler = self._sampler(prepared, args, kwargs, model)
         return sampler.estimate(evaluator, {}, gradient=False, seed=self._sweeper.seed).value
 
-    def _is_converged(self, losses: list[float], tol: float) -> bool:
+    def _is_converged(self, progress: Progress) -> bool:
         plan = self._own.plan
-        if plan.sampled_sites() or plan.learns or len(losses) < 2:
+        if plan.sampled_sites() or plan.learns:
             return False  # what is sampled has a rule of its own: see `Averaging`
-        if self._sweeper.is_mixture:
-            return False
         if plan.stochastic:
-            return tol > 0 and losses[-1] == losses[-2]
-        scale = tol * max(abs(losses[-1]), 1.0)
-        return abs(losses[-2] - losses[-1]) <= scale and self._moved <= scale
+            return progress.tol > 0 and progress.gains[-1:] == [0.0]
+        return progress.is_end()
 
     def _final_loss(self, losses: list[float]) -> float:
         """The last loss; of a noisy one the mean of the last tenth, which says more."""

@@ -62,11 +62,13 @@ def local_posteriors(
     """A guide for new rows: the shared sites as they were fitted, the local ones for these rows."""
     rows = _Rows.of(model, guide, args, kwargs, plates)
     new = AutoCVI(model, max_dense_dim=guide.max_dense_dim)
+    joint = frozenset(s for s in guide.plan.joint if not rows.is_local(guide, s))
     prepared: Prepared | None = None
     for (part_args, part_kwargs), chunk in rows.chunks(chunk_size):
         prepared = prepare(
-            model, part_args, part_kwargs, guide.max_dense_dim, prepared, chunk=chunk
-        )
+            model, part_args, part_kwargs, guide.max_dense_dim, prepared, chunk=chunk, joint=joint,
+            max_joint_dim=0,
+        )  # fmt: skip
         _check_local(prepared.plan, rows.plates)
         new.adopt(prepared, rows.frames)
         for block in prepared.plan.blocks:

@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_cvi.gaussians.chain import Blocks, Factorised, Pattern
 from pyro_cvi.gaussians.process import LowRank, Predictors
 from pyro_cvi.linalg import or_zeros, symmetrise
-from pyro_cvi.updates import AbstractBelief, Step
+from pyro_cvi.updates import AbstractBelief, Step, marginal_shift
 
 __all__ = ["ChainBelief", "ProcessBelief", "StructuredBelief"]
 
@@ -67,6 +67,16 @@ class StructuredBelief(AbstractBelief):
 
     def leaves(self) -> tuple[Tensor, ...]:
         return tuple(x.detach().requires_grad_() for pair in self.views() for x in pair)
+
+    def shift(self, other: AbstractBelief) -> Tensor:
+        """Of the views' scalars, which factors see, and not of all."""
+        assert isinstance(other, StructuredBelief)
+        pairs = zip(self.views(), other.views(), strict=True)
+        shifts = [
+            marginal_shift((m, v.diagonal(dim1=-2, dim2=-1)), (n, w.diagonal(dim1=-2, dim2=-1)))
+            for (m, v), (n, w) in pairs
+        ]
+        return torch.stack(shifts).max()
 
     def is_finite(self) -> bool:
         return all(bool(t.isfinite().all()) for t in self.tensors)

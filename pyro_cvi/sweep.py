@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.acceleration import Anderson
+from pyro_cvi.ascent import ascend
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
 from pyro_cvi.distributed import Shards
@@ -46,7 +47,7 @@ from pyro_cvi.start import start
 from pyro_cvi.structured import StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
 
-__all__ = ["Sweeper", "is_of", "kl_of"]
+__all__ = ["Sweeper", "is_of", "shift_of"]
 
 _HALVINGS = 40
 _STEEP = 0.6
@@ -131,7 +132,7 @@ class Sweeper:
         self.temperature = 1.0
         self.accelerated = False
         self.is_mixture = False
-        self.seeded = not self.shards.plates
+        self.seeded = True
         self.located: Collection[str] = ()
         self.is_stream = False
         self.drifts = self.is_conditional = False
@@ -139,7 +140,7 @@ class Sweeper:
         self.along: Callable[[Evaluator], dict[str, Gradient]] | None = None
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
-        self.sampled_value = 0.0
+        self.sampled_value = self.error = 0.0
         self._rho: dict[str, float] = {}
         self._rate = 0.5
         self._held: float | None = None
@@ -224,16 +225,19 @@ class Sweeper:
         """
         plan, before = prepared.plan, dict(evaluator.beliefs)
         self._targets.clear()
-        self.sampled_value = 0.0
+        self.is_mixture = False
+        self.sampled_value = self.error = 0.0
         for part in evaluator.parts:
             part.temperature = self.temperature
         noisy = plan.noisy()
-        if self.time == 0 and not fitted and not noisy and self.seeded:
+        if self.time == 0 and not fitted and self.seeded:
             first, *others = evaluator.parts
             start(first, self.deterministic, self.located)
             for part in others:
                 for name, belief in first.beliefs.items():
                     part.set(name, belief)
+        if self.time == 0 and not fitted and not noisy and not plan.stochastic:
+            ascend(evaluator, prepared.observed_cells, self.located)
         fresh = bool(noisy) and unseen
         if self.time == 0 and not fitted and noisy:
             fresh = False
@@ -259,7 +263,6 @@ class Sweeper:
 
     def _accelerate(self, evaluator: Evaluator, before: dict[str, Belief]) -> None:
         """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
-        self.is_mixture = False
         if self._mapped is not evaluator.plan:  # another map, with other fixed points
             own = frozenset(b.name for b in evaluator.plan.blocks if evaluator.is_own(b))
             self._anderson, self._mapped = Anderson(self.shards, own), evaluator.plan
@@ -690,7 +693,7 @@ class Sweeper:
         for block in evaluator.plan.blocks:
             if block.name in noisy and block.moves and not block.placement:
                 self.noisy(evaluator, block, estimate.messages.get(block.name), rho)
-        self.sampled_value = estimate.value
+        self.sampled_value, self.error = estimate.value, estimate.error
 
     def _sampled(
         self, evaluator: Evaluator, prepared: Prepared, sampler: Sampler, noisy: frozenset[str],
@@ -744,10 +747,10 @@ class Sweeper:
             self._rate = max(self._rate / 4, 1e-8)
             self._held = None if self._held is None else self._held / 4
             self._ahead = (plan, old, before)
-            self.sampled_value = before.value
+            self.sampled_value, self.error = before.value, before.error
             return
         self._ahead = (plan, dict(new), after)
-        self.sampled_value = after.value
+        self.sampled_value, self.error = after.value, after.error
         longer = last > 0.25 * first
         self._rate = min(1.0, self._rate * (1.5 if longer else 1.1 if last >= 0 else 0.9))
         if stationary:
@@ -958,6 +961,6 @@ def _message_size(block: Block) -> int:
     return len(block.family.statistics) * block.size
 
 
-def kl_of(old: dict[str, Belief], new: dict[str, Belief]) -> float:
-    """KL(before || after) of a step, in nats."""
-    return sum(float(b.kl(new[n])) for n, b in old.items() if new[n] is not b)
+def shift_of(old: dict[str, Belief], new: dict[str, Belief]) -> float:
+    """How far a step has moved the scalar that it moved most, in standard deviations."""
+    return max((float(b.shift(new[n])) for n, b in old.items() if new[n] is not b), default=0.0)

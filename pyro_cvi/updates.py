@@ -34,7 +34,7 @@ from pyro_cvi.linalg import (
     without_repeats,
 )
 
-__all__ = ["Belief", "FamilyBelief", "GaussianBelief", "Step"]
+__all__ = ["Belief", "FamilyBelief", "GaussianBelief", "Step", "marginal_shift"]
 
 _TINY_STEP = 0.1
 """A feasible step shorter than this fraction of the wanted one gives way to the retraction."""
@@ -84,6 +84,14 @@ class AbstractBelief(ABC):
     @abstractmethod
     def kl(self, other: AbstractBelief) -> Tensor:
         """KL(self || other), summed over elements."""
+
+    @abstractmethod
+    def shift(self, other: AbstractBelief) -> Tensor:
+        """How far `other` is from this belief: of all scalars the largest change, a number.
+
+        Of a Gaussian scalar it is |m' - m| / sd, or |log sd' - log sd| where that is larger; of an
+        element of another family sqrt(2 KL), which is the same for a small step.
+        """
 
     def trusted(self, old: AbstractBelief, factor: float) -> AbstractBelief:
         """This belief, or one on the way from `old` that changes less: see `AbstractFamily.trusted`."""
@@ -289,6 +297,23 @@ class GaussianBelief(AbstractBelief):
             from_loc_precision(other.loc - self.loc, other.precision),
         ).sum()
 
+    def marginals(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of every scalar."""
+        return self.loc, self.cov.diagonal(dim1=-2, dim2=-1)
+
+    def shift(self, other: AbstractBelief) -> Tensor:
+        assert isinstance(other, GaussianBelief)
+        return marginal_shift(self.marginals(), other.marginals())
+
+
+def marginal_shift(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
+    """The largest of |m' - m| / sd and |log sd' - log sd| over scalars with these (m, sd^2)."""
+    (loc, variance), (to, after) = old, new
+    if not loc.numel():
+        return loc.new_zeros(())
+    mean = ((to - loc).square() / variance).max().sqrt()
+    return torch.maximum(mean, 0.5 * (after / variance).log().abs().max())
+
 
 class FamilyBelief(AbstractBelief):
     """Independent members of one family; leaves are its mean parameters.
@@ -386,6 +411,11 @@ class FamilyBelief(AbstractBelief):
     def kl(self, other: AbstractBelief) -> Tensor:
         assert isinstance(other, FamilyBelief)
         return self.family.kl(self.natural, other.natural).sum()
+
+    def shift(self, other: AbstractBelief) -> Tensor:
+        assert isinstance(other, FamilyBelief)
+        each = self.family.kl(self.natural, other.natural)
+        return (2 * each.clamp(min=0)).max().sqrt() if each.numel() else each.new_zeros(())
 
 
 Belief = AbstractBelief

@@ -213,7 +213,10 @@ def shards() -> list[str]:
 def alone(
     model: Callable[..., None], seed: int | None = None, num_samples: int = 16, **start: Tensor
 ) -> CVI:
-    guide = AutoCVI(model, init_loc_fn=init_to_value(values=start)) if start else AutoCVI(model)
+    init = init_to_value(values=start) if start else None
+    guide = AutoCVI(
+        model, init_loc_fn=init, max_joint_dim=0
+    )  # several processes have no joint block
     optim = pyro.optim.Adam({"lr": 0.02})
     return CVI(model, guide, optim, shards=shards(), seed=seed, num_samples=num_samples)
 

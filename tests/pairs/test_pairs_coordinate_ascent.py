@@ -33,11 +33,11 @@ SWEEPS_ONLY = MIXTURES_OF_PAIRS | {
 
 
 def options(example):
-    """Named starting points; the other sites start at their prior mean."""
+    """No joint block; named starting points, the other sites start at their prior mean."""
     if example.init is None:
-        return {}
+        return {"max_joint_dim": 0}
     start = init_to_value(values=dict(example.init), fallback=init_to_mean)
-    return {"init_loc_fn": start}
+    return {"init_loc_fn": start, "max_joint_dim": 0}
 
 
 def is_discrete(example):
