@@ -22,6 +22,7 @@ import pyro.distributions as dist
 import pyro.distributions.constraints as constraints
 import torch
 from _common import Row, arguments, machine, report, warm_up
+from _problem import negative_bounds
 from pyro import poutine
 from pyro.contrib import gp
 from pyro.contrib.forecast import ForecastingModel
@@ -542,14 +543,7 @@ def _adam(lr: float) -> Adam:
 
 def negative_bound(case: Case, guide: Any, particles: int) -> tuple[float, float]:
     """Mean and standard error of the negative bound, by one estimator for every guide."""
-    loss: Any = Trace_ELBO()
-    if case.discrete:
-        loss = TraceEnum_ELBO(max_plate_nesting=case.nesting)
-        guide = poutine.block(guide, hide=list(case.discrete))
-    with torch.no_grad():
-        values = torch.tensor(
-            [loss.loss(case.model, guide, *case.args) for _ in range(particles)]
-        ).double()
+    values = negative_bounds(case, guide, particles)
     return float(values.mean()), float(values.std() / math.sqrt(particles))
 
 
