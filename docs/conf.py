@@ -68,5 +68,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|pyro|collections|typing|abc|matplotlib|arviz)(\..*)?"),
     ("py:.*", r"(Any|Callable|Iterator|Mapping|Sequence|Literal|Tensor|PyroOptim|ELBO|optional)"),
     ("py:.*", r"(Axes|InferenceData|AutoGuide|contextlib.ExitStack)"),
-    ("py:class", r"pyro_cvi\.(graph|mixture|algebra\.expression|families\.registry)\..*"),
+    (
+        "py:class",
+        r"pyro_cvi\.(graph|mixture|conditional|algebra\.expression|families\.registry)\..*",
+    ),
 ]
