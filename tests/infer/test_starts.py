@@ -145,7 +145,7 @@ def test_restarts_are_reproducible():
 def test_annealing_ends_at_an_optimum_of_the_bound_itself():
     x = clusters()
     cvi = CVI(gaussian_mixture, AutoCVI(gaussian_mixture))
-    result = cvi.run(x, num_steps=200, annealing=(5.0, 30), tol=1e-9)
+    result = cvi.run(x, num_steps=1000, annealing=(5.0, 30))
     assert result.converged
     tail = result.losses[31:]
     assert all(b <= a + 1e-9 * abs(a) for a, b in itertools.pairwise(tail))
@@ -246,8 +246,8 @@ def test_a_mixture_whose_rows_have_latents_of_their_own_is_seeded(model):
         guide = AutoCVI(model)
         cvi = CVI(model, guide)
         cvi._sweeper.seeded = seeded
-        # Three starts: in some, mean field lets the rows' own values explain everything.
-        losses.append(cvi.run(x, num_steps=300, num_restarts=3).losses[-1])
+        # Several starts: in some, mean field lets the rows' own values explain everything.
+        losses.append(cvi.run(x, num_steps=300, num_restarts=8).losses[-1])
         if seeded and model is not rows_with_a_rate_of_their_own:
             p = guide.posterior("z").probs.argmax(-1)[torch.arange(40) % 5 != 0]
             parity = (torch.arange(40) % 2)[torch.arange(40) % 5 != 0]
