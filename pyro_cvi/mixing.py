@@ -23,15 +23,15 @@ from pyro_cvi.updates import Belief, GaussianBelief
 __all__ = ["BlockStep", "Mixture", "Outlook", "components_of", "sweeps", "tops"]
 
 BlockStep = Callable[[Evaluator, Block], None]
-_MOST = 20
+_MOST = 10
 """Rounds in which components come to their optimum."""
 _INNER = 3
 """The same within a sweep."""
-_CREEPS, _SHRINKS = 0.9, 0.7
-"""Largest contraction of gains that an outlook goes by, and that before any has been seen."""
+_LEFT = 3.0
+"""What is left to gain, in gains of the last sweep."""
 _NARROW = 100.0
 """Factor of precisions."""
-_SETTLED = 0.3
+_SETTLED = 0.1
 """Nats by which a round moves them below which they are there."""
 
 
@@ -70,6 +70,11 @@ class Mixture:
     def shape(self) -> torch.Size:
         """Of the probabilities of states: (*batch, states)."""
         return self.evaluator.leaves[self.block.name][0].shape
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a step of a component is its optimum given all else."""
+        return all(self.evaluator.plan.is_exact(b) for b in self.components)
 
     def probabilities(self) -> Tensor:
         """Of every element and state, (elements, states)."""
@@ -147,21 +152,19 @@ def _moved(evaluator: Evaluator, block: Block, old: Belief) -> float:
 
 
 class Outlook:
-    """Where a sequence of bounds is going to end, if its gains go on to shrink as they did."""
+    """Where bounds may end: gains that shrink by a quarter each time add up to three more."""
 
     def __init__(self, bound: float) -> None:
-        self.bound, self.gain, self.ratio = bound, math.inf, _SHRINKS
+        self.bound, self.gain = bound, math.inf
 
     def see(self, bound: float) -> None:
-        """Of the next sweep."""
-        last, self.gain, self.bound = self.gain, bound - self.bound, bound
-        if 0 < last < math.inf:
-            self.ratio = min(max(self.gain / last, 0.0), _CREEPS)
+        """The bound after one more sweep."""
+        self.gain, self.bound = bound - self.bound, bound
 
     @property
     def end(self) -> float:
         """The last bound and what is left to gain."""
-        return self.bound + max(self.gain, 0.0) * self.ratio / (1 - self.ratio)
+        return self.bound + _LEFT * max(self.gain, 0.0)
 
 
 def sweeps(mixtures: Sequence[Mixture], count: int) -> float:
@@ -172,8 +175,7 @@ def sweeps(mixtures: Sequence[Mixture], count: int) -> float:
     evaluator, step = mixtures[0].evaluator, mixtures[0].step
     for _ in range(count):
         for m in mixtures:
-            exact = all(evaluator.plan.is_exact(b) for b in m.components)
-            m.settle(1 if exact else _INNER)
+            m.settle(1 if m.is_exact else _INNER)
             for b in m.inner:
                 step(evaluator, b)
         for m in mixtures:

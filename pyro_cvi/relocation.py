@@ -35,10 +35,12 @@ _MOST = 8
 """Moves that a start makes."""
 _EMPTIED, _TRIES = 2, 4
 """Components that are tried empty, and elsewhere, before the search for one ends."""
-_SWEEPS, _RESTS = 8, 12
+_SWEEPS, _RESTS = 8, 30
 """Of a move, at most, and before moves are tried."""
 _SETTLING = 5
-"""Rounds in which the components of an offer come near their optimum."""
+"""Rounds in which components come near their optimum, in an offer and after a move."""
+_QUIET = 0.3
+"""Nats that a sweep gains below which moves are tried."""
 _GAIN = 0.05
 """Nats by which a move has to be better."""
 _TAKEN_OVER = 0.1
@@ -85,7 +87,7 @@ def _at_rest(mixtures: Sequence[Mixture], bound: float) -> float:
     outlook = Outlook(bound)
     for _ in range(_RESTS):
         outlook.see(sweeps(mixtures, 1))
-        if outlook.gain < _GAIN:
+        if outlook.gain < _QUIET:
             break
     return outlook.end
 
@@ -181,7 +183,8 @@ def _tried(
     moved[:, j] = -torch.inf if new is None else new
     try:
         m.hold(moved.softmax(-1))
-        m.settle(1)
+        m.sharpen(m.evaluator.beliefs)
+        m.settle(1 if m.is_exact else _SETTLING)
         m.release()
         outlook = Outlook(m.evaluator.elbo())
         for i in range(_SWEEPS):
