@@ -240,7 +240,10 @@ class ProcessBelief(StructuredBelief):
         a = self.coefficients
         return total + 0.5 * trace - 0.5 * (a * (kernel @ a)).sum()
 
-    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[ProcessBelief, Step]:
+    def moved(
+        self, gradient: Sequence[Tensor | None], rho: float | Tensor
+    ) -> tuple[ProcessBelief, Step]:
+        rho = float(rho)
         found = list(gradient)
         g_loc, precision = torch.zeros_like(self.loc), self.precision
         if len(self.spec.open):
@@ -398,7 +401,10 @@ class ChainBelief(StructuredBelief):
             Blocks(node, step, edge, h[..., wide:, wide:].sum((0, 1))),
         )
 
-    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[ChainBelief, Step]:
+    def moved(
+        self, gradient: Sequence[Tensor | None], rho: float | Tensor
+    ) -> tuple[ChainBelief, Step]:
+        rho = float(rho)
         ((loc, cov),) = self.views()
         g_loc, g_cov = or_zeros(gradient[0], loc), or_zeros(gradient[1], cov)
         x, b, h = self._assembled(g_loc, g_cov)

@@ -43,6 +43,7 @@ from pyro_cvi.graph.sampling import Estimate, Sampler
 from pyro_cvi.graph.stored import Batches, SiteMessages
 from pyro_cvi.graph.windows import Part
 from pyro_cvi.linalg import or_zeros, sum_gradients
+from pyro_cvi.searching import NOTICED, SLACK, Rho, searched
 from pyro_cvi.start import start
 from pyro_cvi.structured import StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
@@ -50,9 +51,6 @@ from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief, Step
 __all__ = ["Sweeper", "is_of", "shift_of"]
 
 _HALVINGS = 40
-_STEEP = 0.6
-"""A full step that rises by this share of what a linear bound would is tried at twice its length."""
-_LONGEST = 64.0
 _NARROWINGS = 8
 _SHAKE = 0.1
 """Standard deviation of the noise in the logits of an annealed fit, ..."""
@@ -62,9 +60,6 @@ _ROUNDING = 1e4
 """How many units of rounding of its parts the bound may lose in an exact step."""
 _TERMS = 16
 """The same in units of rounding of the terms that its parts are sums of."""
-_NOTICED = 1e-3
-"""Relative shortfall of a step below which rounding may be the cause."""
-_SLACK = {torch.float64: 1e-12, torch.float32: 2e-6}
 _MOST_ROUNDS = 20
 """Rounds over the local blocks of a minibatch, where there is more than one."""
 _SETTLED = 1e-4
@@ -141,7 +136,7 @@ class Sweeper:
         self.counts: dict[str, Step] = {}
         self.control: dict[str, tuple[Tensor, ...]] = {}
         self.sampled_value = self.error = 0.0
-        self._rho: dict[str, float] = {}
+        self._rho: dict[str, Rho] = {}
         self._rate = 0.5
         self._held: float | None = None
         self._ahead: tuple[Plan | None, dict[str, Any], Estimate] | None = None
@@ -477,8 +472,10 @@ class Sweeper:
             self._take(evaluator, block, gradient, rate)
             return
         old, before = evaluator.beliefs[name], evaluator.expected(block)
-        slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
-        rho, enlarged = min(rate, self._rho.get(name, 1.0)), False
+        slack = SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
+        known = self._rho.get(name, 1.0)
+        rho = min(rate, float(known.min()) if isinstance(known, Tensor) else known)
+        enlarged = False
         for _ in range(_HALVINGS):
             belief, step = old.moved(gradient, rho)
             if step.improper:
@@ -488,7 +485,7 @@ class Sweeper:
                 evaluator.set(name, belief)
                 far = evaluator.weight_of(block) * float(belief.kl(old))
                 short = (1 - 1 / rho) * far - slack - evaluator.bend(block, message, before, old)
-                if 0 < short <= _NOTICED * float(before.abs() + 1) and not enlarged:
+                if 0 < short <= NOTICED * float(before.abs() + 1) and not enlarged:
                     more, enlarged = evaluator.rounding(block), True
                     short -= max(more - slack, 0.0)
                     slack = max(slack, more)
@@ -549,61 +546,14 @@ class Sweeper:
         )
 
     def _searched(self, evaluator: Evaluator, block: Block) -> None:
-        """Mirror step with the acceptance test: rise of the ELBO >= KL(q || q') / rho."""
+        """Mirror step with the acceptance test: see `searching`."""
         name = block.name
-        old = evaluator.beliefs[name]
-        kept = evaluator.kept(name)
-        before = evaluator.local(block)
-        gradient = evaluator.message(block)
-        slack = _SLACK.get(old.tensors[0].dtype, 1e-6) * float(before.abs() + 1)
-        weight, enlarged = evaluator.weight_of(block), False
-        rho = self._rho.get(name, 1.0)
-        full = old.moved(gradient, 1.0) if self.accelerated or rho == 1 else None
-        if full is not None:
-            self._targets[name] = full[0]
-        for _ in range(_HALVINGS):
-            belief, step = full if rho == 1 and full is not None else old.moved(gradient, rho)
-            if belief.is_finite():
-                evaluator.set(name, belief)
-                rise = float(evaluator.local(block) - before)
-                needed = weight * float(old.kl(belief))
-                short = needed / rho - slack - rise
-                if 0 < short <= _NOTICED * float(before.abs() + 1) and not enlarged:
-                    evaluator.restore(name, kept)
-                    slack, enlarged = max(slack, evaluator.rounding(block)), True
-                    evaluator.set(name, belief)
-                if rise >= needed / rho - slack:
-                    self._count(name, step)
-                    self._rho[name] = min(1.0, 2 * rho)
-                    if (
-                        self.accelerated
-                        and rho == 1
-                        and rise > _STEEP * (needed + weight * float(belief.kl(old)))
-                    ):
-                        self._extend(evaluator, block, old, gradient)
-                    return
-                evaluator.restore(name, kept)
-            rho /= 2
-        self._rho[name] = 1.0  # no step rises: this is the optimum as far as rounding can tell
-
-    def _extend(self, evaluator: Evaluator, block: Block, old: Belief, gradient: Gradient) -> None:
-        """Go on in the direction of a full step for as long as the bound rises.
-
-        A full step rises by the two KLs between its ends if the bound is linear along it, and by half of
-        that at the optimum of a parabola; in between it was short.
-        """
-        rho = 2.0
-        while rho <= _LONGEST:
-            kept = evaluator.kept(block.name)
-            here = evaluator.local(block)
-            belief, step = old.moved(gradient, rho)
-            if step.improper or not belief.is_finite():
-                return
-            evaluator.set(block.name, belief)
-            if not float(evaluator.local(block) - here) > 0:
-                evaluator.restore(block.name, kept)
-                return
-            rho *= 2
+        found = searched(evaluator, block, self._rho.get(name, 1.0), self.accelerated)
+        self._rho[name] = found.rho
+        if found.step is not None:
+            self._count(name, found.step)
+        if found.target is not None:
+            self._targets[name] = found.target
 
     def noisy(
         self, evaluator: Evaluator, block: Block, sampled: Gradient | None, rho: float

@@ -66,8 +66,13 @@ class AbstractBelief(ABC):
         """sum over elements of -E log q."""
 
     @abstractmethod
-    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[AbstractBelief, Step]:
-        """The belief after a step of size rho, given dE[log p] / d leaves."""
+    def moved(
+        self, gradient: Sequence[Tensor | None], rho: float | Tensor
+    ) -> tuple[AbstractBelief, Step]:
+        """The belief after a step of size rho, given dE[log p] / d leaves.
+
+        Beliefs of `kls` may step each element by a size of its own, of the shape of `kls`.
+        """
 
     @abstractmethod
     def direction(self, gradient: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -84,6 +89,18 @@ class AbstractBelief(ABC):
     @abstractmethod
     def kl(self, other: AbstractBelief) -> Tensor:
         """KL(self || other), summed over elements."""
+
+    def kls(self, other: AbstractBelief) -> Tensor | None:
+        """KL(self || other) of every element; None where a block is one element."""
+        return None
+
+    def ends(self, gradient: Sequence[Tensor | None], old: AbstractBelief) -> Tensor | None:
+        """<gradient - natural, mean - mean of `old`> of every element: the bound's slope at its end.
+
+        With dE[log p] / d leaves at this belief. A parabola's is negative where the step was longer than
+        the way to its top.
+        """
+        return None
 
     @abstractmethod
     def shift(self, other: AbstractBelief) -> Tensor:
@@ -155,11 +172,14 @@ class GaussianBelief(AbstractBelief):
         precision = without_repeats(self.precision, 1)
         return bool(self.loc.isfinite().all()) and bool(precision.isfinite().all())
 
-    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[GaussianBelief, Step]:
+    def moved(
+        self, gradient: Sequence[Tensor | None], rho: float | Tensor
+    ) -> tuple[GaussianBelief, Step]:
         g_loc = or_zeros(gradient[0], self.loc)
+        full = not isinstance(rho, Tensor) and rho == 1
         curvature = without_repeats(or_zeros(gradient[1], self.precision), 1)
         target = -2 * symmetrise(curvature)
-        if rho == 1 and len(target) < len(self.loc):  # elements with one precision factor it once
+        if full and len(target) < len(self.loc):  # elements with one precision factor it once
             found = torch.linalg.cholesky_ex(target)
             change = torch.cholesky_solve(g_loc.mT, found.L[0]).mT
             if not bool(found.info.any()) and bool(change.isfinite().all()):
@@ -167,7 +187,9 @@ class GaussianBelief(AbstractBelief):
                 moved.__dict__["factor"] = found.L.expand_as(self.precision)
                 return moved, Step()
         target = target.expand_as(self.precision)
-        precision = self.precision + rho * (target - self.precision) if rho != 1 else target
+        by = rho[:, None] if isinstance(rho, Tensor) else rho
+        share = rho[:, None, None] if isinstance(rho, Tensor) else rho
+        precision = target if full else self.precision + share * (target - self.precision)
         found = torch.linalg.cholesky_ex(target)
         bad = found.info != 0
         step = Step()
@@ -176,7 +198,7 @@ class GaussianBelief(AbstractBelief):
         if precision is not target:
             found = torch.linalg.cholesky_ex(precision)
         factor = found.L
-        loc = self.loc + rho * solve_precision(factor, g_loc)
+        loc = self.loc + by * solve_precision(factor, g_loc)
         lost = (found.info != 0) | ~loc.isfinite().all(-1)
         if bool(lost.any()):  # proper, but not to rounding: these elements stay where they are
             loc = torch.where(lost[..., None], self.loc, loc)
@@ -268,34 +290,45 @@ class GaussianBelief(AbstractBelief):
         return linear + 2 * (symmetrise(g) * moved).sum((-1, -2))
 
     def _stay_inside(
-        self, precision: Tensor, target: Tensor, bad: Tensor, rho: float
+        self, precision: Tensor, target: Tensor, bad: Tensor, rho: float | Tensor
     ) -> tuple[Tensor, Step]:
         """Shorten or retract the elements whose target is improper; the others are not touched.
 
         Where the target is not finite, as where a step overflows, there is no direction to go.
         """
         old, factor = self.precision[bad], self.factor[bad]
+        size = rho[bad] if isinstance(rho, Tensor) else old.new_full((len(old),), rho)
         direction = target[bad] - old
         finite = direction.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
         direction = torch.where(finite, direction, torch.zeros_like(direction))
         least = torch.linalg.eigvalsh(whiten(factor, direction))[..., 0]
         limit = torch.where(least < 0, -0.9 / least, torch.full_like(least, torch.inf))
-        short = limit.clamp(max=rho)[..., None, None]
-        inside = old + short * direction
-        half = torch.linalg.solve_triangular(factor, old + rho * direction, upper=False)
+        inside = old + torch.minimum(limit, size)[..., None, None] * direction
+        moved = old + size[..., None, None] * direction
+        half = torch.linalg.solve_triangular(factor, moved, upper=False)
         retracted = 0.5 * (old + half.mT @ half)
-        tiny = limit < _TINY_STEP * rho
+        tiny = limit < _TINY_STEP * size
         result = precision.clone()
         result[bad] = torch.where(tiny[..., None, None], retracted, inside)
-        shortened = int((~tiny & (limit < rho)).sum())
+        shortened = int((~tiny & (limit < size)).sum())
         return result, Step(int(bad.sum()), shortened, int(tiny.sum()))
 
     def kl(self, other: AbstractBelief) -> Tensor:
+        return self.kls(other).sum()
+
+    def kls(self, other: AbstractBelief) -> Tensor:
         assert isinstance(other, GaussianBelief)
         return GAUSSIAN.kl(
             from_loc_precision(torch.zeros_like(self.loc), self.precision),
             from_loc_precision(other.loc - self.loc, other.precision),
-        ).sum()
+        )
+
+    def ends(self, gradient: Sequence[Tensor | None], old: AbstractBelief) -> Tensor:
+        assert isinstance(old, GaussianBelief)
+        slope, curvature = self.direction(gradient)
+        step = self.loc - old.loc
+        second = self.cov - old.cov - step[..., None] * step[..., None, :]
+        return (slope * step).sum(-1) + (curvature * second).sum((-1, -2))
 
     def marginals(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of every scalar."""
@@ -352,15 +385,18 @@ class FamilyBelief(AbstractBelief):
     def is_finite(self) -> bool:
         return all(bool(n.isfinite().all()) for n in self.natural)
 
-    def moved(self, gradient: Sequence[Tensor | None], rho: float) -> tuple[FamilyBelief, Step]:
+    def moved(
+        self, gradient: Sequence[Tensor | None], rho: float | Tensor
+    ) -> tuple[FamilyBelief, Step]:
         target = tuple(or_zeros(g, n) for g, n in zip(gradient, self.natural, strict=True))
         family = self.family
         proper = family.is_proper(target)
         everywhere = bool(proper.all())
-        if everywhere and rho == 1:
+        full = not isinstance(rho, Tensor) and rho == 1
+        if everywhere and full:
             return FamilyBelief(family, target), Step()
         direction = tuple(t - n for t, n in zip(target, self.natural, strict=True))
-        plain = target if rho == 1 else family.advance(self.natural, direction, rho)
+        plain = target if full else family.advance(self.natural, direction, rho)
         if everywhere:
             return FamilyBelief(family, plain), Step()
         limit = 0.9 * family.max_step(self.natural, direction)
@@ -409,8 +445,16 @@ class FamilyBelief(AbstractBelief):
         return self.family.inner(tuple(left), moved)
 
     def kl(self, other: AbstractBelief) -> Tensor:
+        return self.kls(other).sum()
+
+    def kls(self, other: AbstractBelief) -> Tensor:
         assert isinstance(other, FamilyBelief)
-        return self.family.kl(self.natural, other.natural).sum()
+        return self.family.kl(self.natural, other.natural)
+
+    def ends(self, gradient: Sequence[Tensor | None], old: AbstractBelief) -> Tensor:
+        assert isinstance(old, FamilyBelief)
+        change = tuple(a - b for a, b in zip(self.mean, old.mean, strict=True))
+        return self.family.inner(self.direction(gradient), change)
 
     def shift(self, other: AbstractBelief) -> Tensor:
         assert isinstance(other, FamilyBelief)
