@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ _LEFT = 3.0
 """What is left to gain, in gains of the last sweep."""
 _NARROW = 100.0
 """Factor of precisions."""
+_POOLED, _FEW = 20, 4.0
+"""Rounds in which components come to all elements, and how many of these `unit` stands for."""
 _SETTLED = 0.1
 """Nats by which a round moves them below which they are there."""
 
@@ -109,10 +112,29 @@ class Mixture:
                 return
 
     def sharpen(self, beliefs: Mapping[str, Belief]) -> None:
-        """Put components with quadrature at these beliefs, narrow: wide ones mislead their steps."""
+        """Put components with quadrature at these beliefs, none wider than `unit`.
+
+        Wide ones mislead their steps, and narrow ones do not move: a step at most halves a precision.
+        """
         for b in self.components:
-            if not self.evaluator.plan.is_exact(b):
-                self.evaluator.set(b.name, narrowed(beliefs[b.name]))
+            if b.name in self.unit:
+                self.evaluator.set(b.name, narrower(beliefs[b.name], self.unit[b.name]))
+
+    @cached_property
+    def unit(self) -> dict[str, Belief]:
+        """What a few elements say of components with quadrature, where these are at all elements."""
+        inexact = [b for b in self.components if not self.evaluator.plan.is_exact(b)]
+        if not inexact:
+            return {}
+        kept = dict(self.evaluator.beliefs)
+        weights = torch.full_like(self.probabilities(), 1 / self.states)
+        self.hold(weights)
+        self.settle(_POOLED)
+        ratio = _FEW / float(self.total(weights).mean())
+        found = {b.name: _wider(self.evaluator.beliefs[b.name], ratio) for b in inexact}
+        for b in (*self.components, self.block):
+            self.evaluator.set(b.name, kept[b.name])
+        return found
 
     def release(self) -> None:
         """Let the block's own belief count again, after its step."""
@@ -137,11 +159,21 @@ class Mixture:
         return self.shards.total(x.sum(0))
 
 
-def narrowed(belief: Belief) -> Belief:
-    """A Gaussian at the same place, with a tenth of the standard deviations."""
-    if isinstance(belief, GaussianBelief):
-        return GaussianBelief(belief.loc, _NARROW * belief.precision)
+def narrower(belief: Belief, unit: Belief) -> Belief:
+    """This belief, with `unit` in the place of wider elements, which have seen next to nothing."""
+    if isinstance(belief, GaussianBelief) and isinstance(unit, GaussianBelief):
+        sizes = [x.precision.diagonal(dim1=-2, dim2=-1).sum(-1) for x in (belief, unit)]
+        wide = (sizes[0] < sizes[1])[..., None]
+        precision = torch.where(wide[..., None], unit.precision, belief.precision)
+        return GaussianBelief(torch.where(wide, unit.loc, belief.loc), precision)
     return belief.narrowed(_NARROW) if isinstance(belief, StructuredBelief) else belief
+
+
+def _wider(belief: Belief, ratio: float) -> Belief:
+    """The belief with this share of its precision, if it is one of independent Gaussians."""
+    if isinstance(belief, GaussianBelief):
+        return GaussianBelief(belief.loc, ratio * belief.precision)
+    return belief
 
 
 def _moved(evaluator: Evaluator, block: Block, old: Belief) -> float:

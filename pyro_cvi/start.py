@@ -162,7 +162,7 @@ def seed(mixture: Mixture) -> None:
                 p[row, order[picked]] = 1.0
             picked += 1
         mixture.hold(p)
-        mixture.sharpen(calm)
+        mixture.sharpen(mixture.unit or calm)
         mixture.settle()
         scores = mixture.table()[:, order[:picked]].amax(-1, keepdim=True)
         likely = (mixture.most(scores) - scores).clamp(min=0)
