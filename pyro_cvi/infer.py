@@ -62,6 +62,8 @@ _ROUNDING = 8.0
 """Units of rounding of the bound's summands below which a gain is none."""
 _WORTH = 0.05
 """Nats by which the bound of a joint Gaussian has to be higher than that of separate blocks."""
+_TRIED, _TIRED = 10, 80
+"""Steps after which a joint one that seems to be going to lose is given up, and any that is behind."""
 _HAND_OVER = 40
 """Steps after which blocks that have not converged try a joint one first."""
 _ESCAPES = 8
@@ -78,6 +80,15 @@ class _Options(NamedTuple):
     bar: Any
     annealing: tuple[float, int] | None
     joins: bool = True
+    refines: bool = True
+    rival: float = math.inf
+
+    def has_lost(self, loss: float, steps: int, progress: Progress) -> bool:
+        """Whether this run will not end below its rival by what a joint Gaussian has to be worth."""
+        wanted = self.rival - _WORTH
+        if steps < _TRIED or loss <= wanted:
+            return False
+        return steps >= _TIRED or loss - progress.left > wanted
 
     def show(self, loss: float, progress: Progress) -> None:
         """Let the bar say how it goes."""
@@ -307,7 +318,10 @@ class CVI:
         assert self._own.prepared is not None
         progress.least = -ABSURD * self.shards.number(self._own.prepared.observed_cells)
         if progress.is_near:
-            progress.moved = self.shards.largest(shift_of(before, evaluator.beliefs))
+            now, places = dict(evaluator.beliefs), progress.places
+            progress.moved = self.shards.largest(shift_of(before, now))
+            progress.walked = self.shards.largest(shift_of(places[0] if places else before, now))
+            places.append(now)
 
     @outside_inference_mode
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
@@ -434,21 +448,22 @@ class CVI:
                 own.set_belief(b, beliefs[b.name])
         self._sweeper, self._evaluator = sweeper.fresh(), None
         self._sweeper.time = sweeper.time
-        better = False
+        better, later = False, options._replace(joins=False)
+        trial = later._replace(
+            annealing=None, refines=result.converged, rival=result.losses[-1]
+        )  # a bound on few points is compared with one on as few
         try:
             with suppress(CVIError):
-                joint = self._run_once(args, kwargs, options._replace(joins=False, annealing=None))
+                joint = self._run_once(args, kwargs, trial)
                 better = result.losses[-1] - joint.losses[-1] - joint.errors[-1] > _WORTH
         finally:
             if not better:
                 own.back_to(kept)
                 self._sweeper, self._evaluator = sweeper, None
-        if better:
-            return result.followed_by(joint)
-        if not result.converged:
-            later = options._replace(joins=False)
-            return result.followed_by(self._run_once(args, kwargs, later))
-        return result
+        found = result.followed_by(joint) if better else result
+        if result.converged:
+            return found
+        return found.followed_by(self._run_once(args, kwargs, later))
 
     def _may_join(self, options: _Options) -> bool:
         """Whether a joint Gaussian of some sites is to be tried."""
@@ -500,11 +515,14 @@ class CVI:
             if temperature > 1:
                 progress.restart()
             elif self._is_converged(progress):
-                if escapes < _ESCAPES and self._goes_on(args, kwargs, progress, result):
+                more = options.refines and escapes < _ESCAPES
+                if more and self._goes_on(args, kwargs, progress, result):
                     escapes += 1
                     continue
                 result.converged = self._is_stationary(progress)
                 result.reason = f"less than {progress.allowed:.2g} nats are left to gain"
+                break
+            elif options.has_lost(loss, i, progress):
                 break
             averaging = self._sweeper.averaging
             if options.tol > 0 and (averaging.is_enough or averaging.is_near):

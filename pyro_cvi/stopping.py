@@ -13,7 +13,9 @@ sweeps (`Anderson`) removes what creeps from the gain, and not from what is left
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Progress"]
 
@@ -25,6 +27,8 @@ _NOISE = 10.0
 """Gains of so many floors and less have no ratio."""
 _PATIENCE = 8
 """Sweeps without a gain after which means may move by what rounding hides."""
+_TO_AND_FRO = 3.0
+"""Length of a way in units of its ends' distance from which on it leads nowhere."""
 _TINY = 1e-12
 _UNKNOWN = 0.9
 """Contraction of a mean that was measured once."""
@@ -38,7 +42,8 @@ class Progress:
 
     `floor` is the rounding of the present bound, in nats; `moves` are how far sweeps moved the mean that
     they moved most, in standard deviations, or infinity where that was not measured. A bound below the
-    `least` is that of no fit, however little a sweep changes it.
+    `least` is that of no fit, however little a sweep changes it. `places` are the last ones where moves
+    were measured, in any form, and `walked` is how far from the oldest a mean now is at most.
     """
 
     tol: float
@@ -47,6 +52,8 @@ class Progress:
     floor: float = 0.0
     moves: list[float] = field(default_factory=list)
     least: float = -math.inf
+    walked: float = math.inf
+    places: deque[Any] = field(default_factory=lambda: deque(maxlen=_PATIENCE))
 
     def add(self, loss: float, *, plain: bool = True) -> None:
         """Take note of the loss after a sweep, or after a mixture of sweeps (not `plain`)."""
@@ -68,6 +75,7 @@ class Progress:
         self.bounds.clear()
         self.plain.clear()
         self.moves.clear()
+        self.places.clear()
 
     @property
     def gains(self) -> list[float]:
@@ -180,7 +188,14 @@ class Progress:
 
     @property
     def _is_noise(self) -> bool:
-        """Whether all that sweeps still do is rounding: means that no gain can tell apart."""
-        last = self.gains[-_PATIENCE:]
-        still = len(last) == _PATIENCE and all(abs(g) <= self.floor for g in last)
-        return still and self.moved <= math.sqrt(2 * self.floor)
+        """Whether all that sweeps still do is rounding: means that no gain can tell apart.
+
+        Or they go to and fro: over many sweeps they gain nothing and come back to where they were.
+        """
+        last, moves = self.gains[-_PATIENCE:], self.moves[-_PATIENCE:]
+        if len(last) < _PATIENCE:
+            return False
+        if all(abs(g) <= self.floor for g in last) and self.moved <= math.sqrt(2 * self.floor):
+            return True
+        comes_back = _TO_AND_FRO * self.walked <= sum(moves) < math.inf
+        return comes_back and self.walked <= self.tol and sum(last) <= self.floor
