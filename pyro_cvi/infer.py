@@ -66,6 +66,8 @@ _TRIED, _TIRED = 10, 80
 """Steps after which a joint one that seems to be going to lose is given up, and any that is behind."""
 _HAND_OVER = 40
 """Steps after which blocks that have not converged try a joint one first."""
+_ROUGH = 0.2
+"""Nats left at which fixed points are compared with others: with too few an optimum is worth little."""
 _ESCAPES = 8
 """How often a run that has converged goes on, off a saddle or with more points."""
 _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
@@ -496,7 +498,7 @@ class CVI:
         result, progress, best = RunResult(), Progress(options.tol), Best()
         hot, cooling = options.annealing or (1.0, 0)
         start = time.perf_counter()
-        changes, i, escapes = False, 0, 0
+        changes, i, escapes, looked = False, 0, 0, False
         while i < options.steps or (i < options.most and self._may_go_on(progress)):
             if i == _HAND_OVER and self._may_join(options):
                 break  # blocks that creep against each other: a joint one may not
@@ -524,6 +526,8 @@ class CVI:
                 break
             elif options.has_lost(loss, i, progress):
                 break
+            elif not looked and options.refines and progress.left <= _ROUGH:
+                looked = not self._refined(progress, result)
             averaging = self._sweeper.averaging
             if options.tol > 0 and (averaging.is_enough or averaging.is_near):
                 result.converged, result.reason = True, averaging.verdict
@@ -586,10 +590,17 @@ class CVI:
             found = leave_saddle(evaluator, self._sweeper, progress.allowed)
             for name in found:
                 self._own.set_belief(prepared.plan.block_named(name), evaluator.beliefs[name])
-            refined = None if found else refine(evaluator)
         if found:
             progress.restart()
             return True
+        return self._refined(progress, result)
+
+    def _refined(self, progress: Progress, result: RunResult) -> bool:
+        """Whether there are more fixed points now, for other points do not support the bound."""
+        prepared = self._own.prepared
+        assert prepared is not None
+        with torch.enable_grad(), self._own.undone_on_error(), self._own_randomness():
+            refined = refine(self._evaluator_for(prepared))
         if refined is None:
             return False
         result.note_check(refined.loss, refined.error)
