@@ -1048,7 +1048,8 @@ class CVI:
             where,
             f"the expected log density is not finite (ELBO {elbo})",
             "finite data and covariates",
-            "check the inputs for NaN, infinities and values far outside the model's range",
+            "check the inputs for NaN, infinities and values far outside the model's range; where the "
+            "model factors a matrix, use float64 or add more to its diagonal",
         )
 
     # --- parameters --------------------------------------------------------------------------------

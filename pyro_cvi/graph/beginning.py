@@ -72,13 +72,17 @@ def begun(
     if call is None or (is_known and not (moved and tested)):
         return Beginning(plan, moved if again else frozenset())
     start = _Start(call, placed, moved, frozenset(constant), again, _seed(again))
-    found = start.at(_LEAST)
-    least = found.total - _ABSURD * abs(found.total) - _ROOM if tested else -math.inf
+    found, least = start.at(_LEAST), -math.inf
+    if tested and found is not None:
+        least = found.total - _ABSURD * abs(found.total) - _ROOM
     for share in _SHARES if moved else ():
         here = start.at(share)
-        if here.total >= least:
+        if here is not None and here.total >= least:
             found = here
             break
+    if found is None:  # the first run, which did not fail, is the start
+        free = frozenset(n for n, x in latents.items() if not (x.held or n in placed))
+        return Beginning(plan, free)
     fresh = {n: _like(x, found.latents[n]) for n, x in latents.items()}
     return Beginning(replace(plan, latents=fresh), moved if again else frozenset())
 
@@ -114,14 +118,17 @@ class _Start(NamedTuple):
     again: bool
     seed: int
 
-    def at(self, share: float) -> _At:
-        """A run in which sites are moved by that share."""
+    def at(self, share: float) -> _At | None:
+        """A run in which sites are moved by that share; None if the model fails there."""
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(self.seed)
-            trace = self.call.plain(
-                self.placed, one_state=True, choose=lambda site: self._value(site, share)
-            )
-            values = [v.sum() for v in factor_values(trace).values()]
+            try:
+                trace = self.call.plain(
+                    self.placed, one_state=True, choose=lambda site: self._value(site, share)
+                )
+                values = [v.sum() for v in factor_values(trace).values()]
+            except (RuntimeError, ValueError):  # as that a matrix is not positive definite
+                return None
         total = sum(float(v) for v in values)
         latents, _ = describe_latents(trace)
         return _At(latents, total if math.isfinite(total) else -math.inf)

@@ -227,7 +227,7 @@ class PointFactor(CompiledFactor):
                 return self.density(values)
             return self.density(values, moments, probabilities)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined] # a matrix that is not positive definite at some point
-            return torch.full_like(z[:, 0], -torch.inf)
+            return (0 * z).sum(-1) - torch.inf
 
     def centred(self) -> PointFactor:
         """The same at the mean alone."""

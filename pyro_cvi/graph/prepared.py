@@ -268,9 +268,21 @@ def _prepare(
     if plan.stochastic or plan.learns:  # analysed afresh at each step
         return found
     # The fingerprint is taken near the prior's mean, where no density overflows or is clamped.
-    point = {n: _nearer(latents[n], v, _SHRINK[0], trace.is_drawn) for n, v in point.items()}
-    near = call.plain(point)
+    point, near = _near_the_middle(call, point, trace.is_drawn)
     return replace(found, point={**point, **indices}, fingerprint=fingerprint(near))
+
+
+def _near_the_middle(
+    call: Call, point: Mapping[str, Tensor], is_drawn: bool
+) -> tuple[dict[str, Tensor], poutine.Trace]:
+    """A run at a point nearer to the priors' middle, or to the first run where the model fails there."""
+    latents = call.latents
+    nearer = {n: _nearer(latents[n], v, _SHRINK[0], is_drawn) for n, v in point.items()}
+    try:
+        return nearer, call.plain(nearer)
+    except (RuntimeError, ValueError):  # as that a matrix is not positive definite
+        first = {n: latents[n].value.detach() if n in latents else v for n, v in point.items()}
+        return first, call.plain(first)
 
 
 def _is_analysed_often(previous: Prepared, beside: Mapping[str, Tensor] | None) -> bool:
