@@ -7,7 +7,7 @@ The same run gives the fingerprint by which a later step knows that model and da
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,7 +144,7 @@ def _agrees(
             mine = evaluate(f.expression, point_reader(own)).expand(f.expression.shape)
     except OpaqueError:
         return True  # what is opaque is sampled: there is no claim to check
-    return agree(mine, real, site["mask"])
+    return agree(mine, real, site["mask"], own.values())
 
 
 def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:
@@ -170,15 +170,20 @@ def _upstream(f: Factor, symbolic: Symbolic) -> list[str]:
     return [n for n in upstream if n in symbolic.latents and symbolic.latents[n].enum_dim is None]
 
 
-def agree(mine: Tensor, real: Tensor, mask: Any) -> bool:
-    """Whether two log densities are equal to rounding, wherever the mask is on."""
+def agree(mine: Tensor, real: Tensor, mask: Any, at: Iterable[Tensor] = ()) -> bool:
+    """Whether two log densities are equal to rounding, wherever the mask is on.
+
+    Rounding is that of the coarsest of their dtypes and of those of the values `at` which they are:
+    float64 data beside float32 latents have the digits of these.
+    """
     if mask is False:
         return True
     try:
         mine, real = torch.broadcast_tensors(mine, real)
     except RuntimeError:
         return False
-    tol = _TOLERANCE.get(real.dtype, 1e-2)
+    floating = [x.dtype for x in (mine, real, *at) if x.is_floating_point()]
+    tol = max(_TOLERANCE.get(d, 1e-2) for d in floating)
     # A density is a difference of large numbers when the point is far out: compare on their scale.
     if bool(((mine - real).abs_() <= real.abs().add_(1).mul_(tol)).all()):
         return True

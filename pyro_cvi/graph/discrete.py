@@ -134,7 +134,8 @@ def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, 
             continue
         for n in f.enumerated:
             mine = _at_state(mine, symbolic.latents[n], point[n])
-        if not agree(mine, values[f.name], run.nodes[f.name]["mask"]):
+        at = [point[n] for n in f.expression.sites]
+        if not agree(mine, values[f.name], run.nodes[f.name]["mask"], at):
             raise CVIError(
                 message(
                     f"site '{f.name}'",

@@ -489,3 +489,25 @@ def test_exponential_family_pca_passes_a_mean_field_guide_with_a_learning_rate()
     for _ in range(1200):
         svi.step(x)
     assert negative_elbo(guide) < negative_elbo(normal)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_float64_data_beside_float32_latents_keep_the_algebra(seed):
+    """Their log densities agree to the digits of the latents, and not to those of the data."""
+
+    def model(y):
+        with pyro.plate("groups", len(y), dim=-1):
+            mu = pyro.sample("mu", dist.Normal(0.0, 50.0))
+            sigma = pyro.sample("sigma", dist.LogNormal(0.0, 3.0))
+            with pyro.plate("rows", y.shape[1], dim=-2):
+                pyro.sample("y", dist.Normal(mu, sigma), obs=y.T)
+
+    torch.manual_seed(seed)
+    scale = (3 * torch.randn(40)).exp().double()
+    y = scale.unsqueeze(-1) * torch.randn(40, 3).double() + 10 * torch.randn(40, 1).double()
+    assert y.dtype == torch.float64
+    assert {e.how for e in explain(model, y).edges} <= {"exact", "quadrature"}
+    cvi = CVI(model, AutoCVI(model))
+    wide = cvi.run(y).losses[-1]
+    narrow = CVI(model, AutoCVI(model)).run(y.float()).losses[-1]
+    assert wide == pytest.approx(narrow, abs=0.1)

@@ -287,3 +287,32 @@ def test_a_schedule_that_is_none_is_refused(annealing):
 
     with pytest.raises(CVIError, match="annealing is .*fewer steps than the 50"):
         CVI(model, AutoCVI(model)).run(num_steps=50, annealing=annealing)
+
+
+def topics(words, num_topics, num_words):
+    """Weights of topics are latent: Dirichlet sites have a parent that is sampled."""
+    with pyro.plate("topics", num_topics):
+        weights = pyro.sample("weights", dist.Gamma(1.0 / num_topics, 1.0))
+        law = dist.Dirichlet(torch.ones(num_words) / num_words)
+        table = pyro.sample("table", law)
+    with pyro.plate("documents", words.shape[1]):
+        shares = pyro.sample("shares", dist.Dirichlet(weights))
+        with pyro.plate("words", len(words)):
+            topic = pyro.sample("topic", dist.Categorical(shares))
+            pyro.sample("word", dist.Categorical(table[topic]), obs=words)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_topics_whose_weights_are_sampled_do_not_fall_into_one(seed):
+    torch.manual_seed(seed)
+    table = dist.Dirichlet(torch.ones(24) / 24).sample((3,))
+    shares = dist.Dirichlet(torch.full((3,), 0.5)).sample((60,))
+    topic = dist.Categorical(shares).sample((20,))
+    words = dist.Categorical(table[topic]).sample()
+    pyro.set_rng_seed(seed)
+    cvi = CVI(topics, AutoCVI(topics))
+    several = cvi.run(words, 3, 24).losses[-1]
+    one = CVI(topics, AutoCVI(topics)).run(words, 1, 24).losses[-1]
+    assert several < one - 50
+    weights = cvi.guide.median()["weights"]
+    assert float(weights.max() / weights.sum()) < 0.8

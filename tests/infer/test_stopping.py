@@ -127,3 +127,28 @@ def test_a_bound_that_is_absurd_is_known():
 def test_no_end_without_a_tolerance():
     assert not followed([-3.0, -3.0], tol=0.0, moved=0.0).is_end()
     assert not followed([-3.0, -3.0], tol=-1.0, moved=0.0).is_end()
+
+
+def walking(gains, moves, walked):
+    """Sweeps with these gains and moves, the first and the last of which are so far apart."""
+    progress = Progress(0.01, floor=1e-5)
+    for i, moved in enumerate([math.inf, *moves]):
+        progress.add(-sum(gains[:i]))
+        progress.moved = moved
+    progress.walked = walked
+    return progress
+
+
+def test_means_that_go_to_and_fro_without_a_gain_are_at_the_end():
+    gains, moves = [3e-5, -3e-5, -1e-6] * 4, [0.0071, 0.0078, 0.0007] * 4
+    assert walking(gains, moves, walked=0.002).is_end()
+
+
+def test_means_that_creep_without_a_gain_are_not():
+    gains, moves = [3e-5, -3e-5, -1e-6] * 4, [0.0071, 0.0078, 0.0077] * 4
+    assert not walking(gains, moves, walked=0.06).is_end()
+
+
+def test_means_that_go_to_and_fro_and_gain_are_not():
+    gains, moves = [3e-5, 3e-5, 3e-5] * 4, [0.0071, 0.0078, 0.0077] * 4
+    assert not walking(gains, moves, walked=0.002).is_end()
