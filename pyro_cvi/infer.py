@@ -30,7 +30,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator, is_own
 from pyro_cvi.graph.particles import Particles
-from pyro_cvi.graph.pointed import refine
+from pyro_cvi.graph.pointed import levels, refine
 from pyro_cvi.graph.prepared import Prepared, is_stream, prepare
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
@@ -527,7 +527,9 @@ class CVI:
             elif options.has_lost(loss, i, progress):
                 break
             elif not looked and options.refines and progress.left <= _ROUGH:
-                looked = not self._refined(progress, result)
+                looked = not (
+                    levels(self._own.plan) and self._goes_on(args, kwargs, progress, result)
+                )
             averaging = self._sweeper.averaging
             if options.tol > 0 and (averaging.is_enough or averaging.is_near):
                 result.converged, result.reason = True, averaging.verdict
@@ -587,7 +589,9 @@ class CVI:
         assert prepared is not None
         with torch.enable_grad(), self._own.undone_on_error(), self._own_randomness():
             evaluator = self._evaluator_for(prepared)
-            found = leave_saddle(evaluator, self._sweeper, progress.allowed)
+            # A saddle shows at the first points: with more of them its steps take long.
+            is_new = not any(levels(prepared.plan))
+            found = leave_saddle(evaluator, self._sweeper, progress.allowed) if is_new else []
             for name in found:
                 self._own.set_belief(prepared.plan.block_named(name), evaluator.beliefs[name])
         if found:

@@ -41,6 +41,7 @@ __all__ = [
     "PointFactor",
     "Refined",
     "joinable",
+    "levels",
     "refine",
     "with_points",
 ]
@@ -326,6 +327,11 @@ def _how(how: How, pointed: bool, count: int) -> How:
     if pointed:
         return How("points", f"{count} fixed points: {how.reason}")
     return How("quadrature", f"{how.reason}, given {count} points of others")
+
+
+def levels(plan: Plan) -> list[int]:
+    """How often the points of each factor have been doubled; none without points."""
+    return [f.level for f in plan.factors if isinstance(f, PointFactor)]
 
 
 class Refined(NamedTuple):
