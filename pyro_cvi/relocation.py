@@ -52,8 +52,8 @@ _FIRST = 4.0
 """Elements that a component sees first which has taken its place elsewhere."""
 _OWN = 0.1
 """Least probability of elements that count as a component's own."""
-_SHARED = 6
-"""Rounds in which the two parts of a component share its elements."""
+_SHARED, _SHARED_EXACT = 6, 3
+"""Rounds in which the two parts of a component share its elements; and where steps are exact."""
 _IDLE = 0.5
 """Elements below which a component is free to go where there seems to be nothing to gain."""
 _MOST_TAKEN = 0.7
@@ -193,7 +193,7 @@ def _split(m: Mixture, table: Tensor) -> _Split:
     top = m.most(torch.where(own > 0, a, -torch.inf))
     second = _single(m, torch.where(own > 0, r * (top - a), 0.0).nan_to_num(0.0, 0.0, 0.0))
     b = _part(m, second, m.unit or beliefs)
-    for _ in range(_SHARED):
+    for _ in range(_SHARED_EXACT if m.is_exact else _SHARED):
         s = torch.sigmoid(b - a).nan_to_num(0.5)
         a = _part(m, torch.maximum(first, r * (1 - s)), beliefs)
         b = _part(m, torch.maximum(second, r * s), beliefs)
@@ -205,7 +205,7 @@ def _part(m: Mixture, weights: Tensor, beliefs: Mapping[str, Belief]) -> Tensor:
     """The table of components at their optimum given these weights, as parts of all elements."""
     m.hold(weights)
     m.sharpen(beliefs)
-    m.settle()
+    m.settle(2) if m.is_exact else m.settle()
     share = m.total(weights).sum() / m.total(torch.ones_like(weights[:, :1])).sum()
     return m.table() + share.log()
 

@@ -227,7 +227,7 @@ class Sweeper:
         noisy = plan.noisy()
         if self.time == 0 and not fitted and self.seeded:
             first, *others = evaluator.parts
-            start(first, self.deterministic, self.located)
+            start(first, self.trying, self.located)
             for part in others:
                 for name, belief in first.beliefs.items():
                     part.set(name, belief)
@@ -282,6 +282,13 @@ class Sweeper:
         """The step of a block with exact messages or quadrature."""
         if evaluator.plan.is_exact(block):
             self._exact(evaluator, block)
+        else:
+            self._searched(evaluator, block)
+
+    def trying(self, evaluator: Evaluator, block: Block) -> None:
+        """The same, without the check of an exact step: starts take hundreds that are thrown away."""
+        if evaluator.plan.is_exact(block):
+            evaluator.set(block.name, self._target(evaluator, block))
         else:
             self._searched(evaluator, block)
 
@@ -499,6 +506,10 @@ class Sweeper:
     # --- one block ---------------------------------------------------------------------------------
 
     def _exact(self, evaluator: Evaluator, block: Block) -> None:
+        self._checked(evaluator, block, self._target(evaluator, block))
+
+    def _target(self, evaluator: Evaluator, block: Block) -> Belief:
+        """The optimum of a block given all others, whose messages are exact."""
         belief, step = evaluator.beliefs[block.name].moved(evaluator.message(block), 1.0)
         if step.improper:
             raise CVIError(
@@ -510,7 +521,7 @@ class Sweeper:
                     "give the site a proper prior, or remove the mask on it",
                 )
             )
-        self._checked(evaluator, block, belief)
+        return belief
 
     def _checked(self, evaluator: Evaluator, block: Block, belief: Belief) -> None:
         """Take an exact step, which cannot lower the bound: if it does, some factor is at fault."""
