@@ -42,6 +42,8 @@ GUIDES = {"AutoNormal": AutoNormal, "AutoMVN": AutoMultivariateNormal}
 NATS, ERRORS = 0.2, 3.0
 GAIN, MOVE = 0.02, 0.02
 SMALL = 4
+ABSURD = 1e12
+"""Nats of a bound that is none: draws that underflow to zero have a density of infinity."""
 
 
 # --- one model --------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def verdict(r: dict[str, Any]) -> str:
         return "time-out" if r["cvi"]["error"] == "time-out" else "error"
     if "svi" not in r:
         return "alone"
-    if not math.isfinite(r["svi"]["loss"]):
+    if not -ABSURD < r["svi"]["loss"] < math.inf:
         return "no SVI"
     if not math.isfinite(r["bound"]["loss"]):
         return "LOSS"
