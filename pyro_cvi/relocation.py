@@ -1,15 +1,14 @@
 """Components go where they serve: one is emptied, or takes the place of a part of another.
 
 Coordinate ascent leaves two components in one cluster and one in two, for ever. A *move* takes
-component j away from its elements, and gives it those that a new component k explains better than all
-present ones:
+component j away from its elements, and gives it the second part of a component k that is split in two:
 
-    t_nj  <-  c_nk,      W = softmax t,        or    t_nj  <-  -inf,
+    t_nk  <-  a_nk,    t_nj  <-  b_nk,    W = softmax t,        or    t_nj  <-  -inf,
 
-with t = E_q log p(x_n | z_n = j) the present table. The new components are as many as there are states,
-one from a part of each present one, and are found together, each from a single element and then from the
-elements that it explains better. A move is a few sweeps, and is taken back unless its bound is higher:
-estimates only choose what is tried. An empty component is often better than two that share a cluster.
+with t = E_q log p(x_n | z_n = j) the present table, and a, b those of the two parts. All components are
+split at once, each at two of its elements that lie apart and then by what the two parts explain better.
+A move is a few sweeps, and is taken back unless its bound is higher: estimates only choose what is
+tried. An empty component is often better than two that share a cluster.
 
 References: N. Ueda, R. Nakano, Z. Ghahramani, G. Hinton (2000), SMEM algorithm for mixture models,
 Neural Computation 12; P. Fränti (2018), Efficiency of random swap clustering, Journal of Big Data 5.
@@ -36,8 +35,6 @@ _EMPTIED, _TRIES = 2, 4
 """Components that are tried empty, and elsewhere, before the search for one ends."""
 _SWEEPS, _RESTS = 8, 30
 """Of a move, at most, and before moves are tried."""
-_SETTLING = 5
-"""Rounds in which components come near their optimum, in an offer and after a move."""
 _QUIET = 0.3
 """Nats that a sweep gains below which moves are tried."""
 _GAIN = 0.05
