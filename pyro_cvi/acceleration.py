@@ -50,11 +50,17 @@ class Anderson:
         self._refusals = 0
 
     def propose(
-        self, before: Mapping[str, Belief], targets: Mapping[str, Belief], bound: float
+        self,
+        before: Mapping[str, Belief],
+        targets: Mapping[str, Belief],
+        bound: float,
+        *,
+        now: bool | None = None,
     ) -> dict[str, Belief] | None:
         """The accelerated beliefs of those that moved, or None where it is not the time for a try.
 
-        `targets` are the beliefs after a full step each, `bound` is that of the plain sweep.
+        `targets` are the beliefs after a full step each, `bound` is that of the plain sweep. With `now`
+        it is the time, without it (False) the sweep is remembered and no more.
         """
         moved = {n: b for n, b in targets.items() if b is not before[n]}
         size = sum(t.numel() for b in moved.values() for t in b.tensors)
@@ -65,10 +71,11 @@ class Anderson:
         self._pairs.append(({n: before[n] for n in moved}, moved))
         self._bounds.append(bound)
         del self._pairs[: -_MEMORY - 1], self._bounds[:-3]
-        if self._wait > 0:
+        if now is None and self._wait > 0:
             self._wait -= 1
             return None
-        if len(self._pairs) < 2 or not self._creeps() or not self._shards.any(bool(moved)):
+        is_time = self._creeps() if now is None else now
+        if len(self._pairs) < 2 or not is_time or not self._shards.any(bool(moved)):
             return None
         weights = self._weights(moved)
         if weights is None:

@@ -411,7 +411,7 @@ class CVI:
             if best is not None and best[1] is not None:
                 self._own.restore(best[1])
                 self._sweeper, self._evaluator = best[2], None
-            self._sweeper.accelerated = self._sweeper.is_mixture = False
+            self._sweeper.accelerated = self._sweeper.mixes = self._sweeper.is_mixture = False
         assert best is not None
         result = self._joined(args, kwargs, options, best[0])
         result.restarts = finals
@@ -507,7 +507,9 @@ class CVI:
             # finds a change (a model of random data), in every step.
             unchanged = not _is_power_of_four(i) and 0 < i < options.steps - 1 and not changes
             plan = self._own.prepared
-            self._sweeper.accelerated = i < options.most - 1 and not progress.asks_for_plain
+            free = i < options.most - 1 and not progress.asks_for_plain
+            self._sweeper.accelerated = free
+            self._sweeper.mixes = progress.asks_for_mixture or (None if free else False)
             loss = self._guarded_step(args, kwargs, unchanged, temperature, progress)
             changes = changes or (i > 0 and plan is not self._own.prepared)
             i = result.add(loss, self._sweeper.error, time.perf_counter() - start)

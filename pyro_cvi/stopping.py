@@ -7,7 +7,9 @@ Let g_t be what sweep t gained. Where g_t = r g_{t-1} from here on, what is left
 and the distance that is left is that of the last sweep times s / (1 - s), s = sqrt(r). So a sweep that
 gains little because it creeps (r near one) is not the end, and one that gains little after one that
 gained much is. The ratio is the largest that sweeps in succession have shown lately: a mixture of
-sweeps (`Anderson`) removes what creeps from the gain, and not from what is left.
+sweeps (`Anderson`) removes what creeps from the gain, and not from what is left. So a run that needed
+mixtures ends only after another one, which sees what sweeps of a few 1e-3 standard deviations would
+still add up to, has moved no mean by more than `tol` either.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _UNKNOWN = 0.9
 """Contraction of a mean that was measured once."""
 _CLOSE = 10.0
 """Gain of a mixture, in units of what does not count, below which the end may be near."""
+_SHORT = 0.1
+"""A move in units of `tol` that ends a run at once; of longer ones, two in succession have to."""
 
 
 @dataclass
@@ -43,7 +47,9 @@ class Progress:
     `floor` is the rounding of the present bound, in nats; `moves` are how far sweeps moved the mean that
     they moved most, in standard deviations, or infinity where that was not measured. A bound below the
     `least` is that of no fit, however little a sweep changes it. `places` are the last ones where moves
-    were measured, in any form, and `walked` is how far from the oldest a mean now is at most.
+    were measured, in any form, and `walked` is how far from the oldest a mean now is at most. The run
+    `creeps` if a mixture was better than its sweep; where it `asks_for_mixture`, the next sweep is to be
+    mixed with those before it, whatever that gains, and `tried` says that the last one was.
     """
 
     tol: float
@@ -54,9 +60,14 @@ class Progress:
     least: float = -math.inf
     walked: float = math.inf
     places: deque[Any] = field(default_factory=lambda: deque(maxlen=_PATIENCE))
+    creeps: bool = False
+    asks_for_mixture: bool = False
+    tried: bool = False
 
     def add(self, loss: float, *, plain: bool = True) -> None:
         """Take note of the loss after a sweep, or after a mixture of sweeps (not `plain`)."""
+        self.creeps |= not plain
+        self.tried, self.asks_for_mixture = self.asks_for_mixture, False
         self.bounds.append(-loss)
         self.plain.append(plain)
         self.moves.append(math.inf)
@@ -76,6 +87,7 @@ class Progress:
         self.plain.clear()
         self.moves.clear()
         self.places.clear()
+        self.tried = self.asks_for_mixture = False
 
     @property
     def gains(self) -> list[float]:
@@ -122,6 +134,14 @@ class Progress:
         seen = self._measured
         if not seen or self.moved == 0:
             return 0.0 if seen else math.inf
+        if self.moved <= _SHORT * self.tol:
+            return self._left_after(seen)
+        return max(self._left_after(seen[:-1]), self._left_after(seen))
+
+    def _left_after(self, seen: list[float]) -> float:
+        """The same, from how far the last sweeps moved."""
+        if not seen:
+            return math.inf
         last = max(seen[-2:]) if len(seen) > 2 else seen[-1]
         s = math.sqrt(self.ratio) if len(self.bounds) > 2 else 0.5
         if len(seen) > 3:
@@ -170,12 +190,12 @@ class Progress:
     def is_near(self) -> bool:
         """Whether the gains say that the end is near: then it is asked how far means have moved."""
         close = bool(self.gains) and self.gains[-1] <= _CLOSE * self.allowed
-        return self.tol > 0 and close and self.plain[-1]
+        return self.tol > 0 and close and (self.plain[-1] or self.tried)
 
     @property
     def may_end(self) -> bool:
         """Whether the gains say that it is the end."""
-        return self.is_near and self.left <= self.allowed
+        return self.is_near and self.plain[-1] and self.left <= self.allowed
 
     @property
     def is_absurd(self) -> bool:
@@ -183,8 +203,20 @@ class Progress:
         return bool(self.bounds) and not self.bounds[-1] >= self.least
 
     def is_end(self) -> bool:
-        """Whether less than `tol` nats are left, and of each mean less than `tol` sd."""
-        return self.may_end and (self.left_to_move <= self.tol or self._is_noise)
+        """Whether less than `tol` nats are left, and of each mean less than `tol` sd.
+
+        To be asked once after each sweep: of a run that creeps it may ask for a mixture first.
+        """
+        if self.tried and not self.plain[-1]:
+            return self.gains[-1] <= self.allowed and self.moved <= self.tol
+        if not self.may_end:
+            return False
+        if self._is_noise:
+            return True
+        if self.left_to_move > self.tol:
+            return False
+        self.asks_for_mixture = self.creeps and not self.tried
+        return not self.asks_for_mixture
 
     @property
     def _is_noise(self) -> bool:

@@ -126,6 +126,7 @@ class Sweeper:
         self.time = 0
         self.temperature = 1.0
         self.accelerated = False
+        self.mixes: bool | None = False
         self.is_mixture = False
         self.seeded = True
         self.located: Collection[str] = ()
@@ -253,23 +254,28 @@ class Sweeper:
             self._drawn(evaluator, prepared, sampler(), noisy, fresh)
         elif noisy:
             self._sampled(evaluator, prepared, sampler(), noisy, fresh)
-        elif self.accelerated and not plan.stochastic and not plan.learns and self.temperature == 1:
-            self._accelerate(evaluator, before)
+        elif not (plan.stochastic or plan.learns) and self.temperature == 1:
+            self._mix(evaluator, before)
 
-    def _accelerate(self, evaluator: Evaluator, before: dict[str, Belief]) -> None:
-        """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
+    def _mix(self, evaluator: Evaluator, before: dict[str, Belief]) -> None:
+        """Take the mixture with earlier sweeps in the place of this one, if its bound is higher.
+
+        `mixes` says when: never (the sweep is only remembered), where sweeps creep (None), or now, if
+        no more than rounding speaks against it.
+        """
         if self._mapped is not evaluator.plan:  # another map, with other fixed points
             own = frozenset(b.name for b in evaluator.plan.blocks if evaluator.is_own(b))
             self._anderson, self._mapped = Anderson(self.shards, own), evaluator.plan
         plain, known = dict(evaluator.beliefs), evaluator.elbo()
-        mixed = self._anderson.propose(before, {**plain, **self._targets}, known)
+        mixed = self._anderson.propose(before, {**plain, **self._targets}, known, now=self.mixes)
         if mixed is None:
             return
         changed = [n for n, b in mixed.items() if b is not plain[n]]
         kept = {n: evaluator.kept(n) for n in changed}
         for name in changed:
             evaluator.set(name, mixed[name])
-        self.is_mixture = taken = evaluator.elbo() > known
+        slack = evaluator.rounding_of_bound() if self.mixes else 0.0
+        self.is_mixture = taken = evaluator.elbo() > known - slack
         self._anderson.judged(taken)
         if not taken:
             for name in changed:
