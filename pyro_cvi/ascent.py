@@ -7,7 +7,7 @@ first, with narrow beliefs around them, by L-BFGS in units of the prior's standa
     max_m  -log(1 - F(m))  while F(m), the bound, is far below zero,    then  max_m F(m).
 
 The logarithm makes a slope of what an exponential has blown up. Of a few starts (the prior's mean, and
-draws from it) the one with the best bound goes on.
+draws from it, or the best of many: see `scouts`) the one with the best bound goes on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyro_cvi.errors import CVIError
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import START_SPREAD, prior_spread
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.pointed import PointFactor
+from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.linalg import or_zeros
+from pyro_cvi.mixing import BlockStep
+from pyro_cvi.scouts import Scouts
 from pyro_cvi.updates import AbstractBelief, GaussianBelief
 
 __all__ = ["ABSURD", "ascend"]
@@ -38,35 +42,89 @@ _SHRUNK = 0.5
 """How far from the prior's mean these draws are, in units of a whole one."""
 _SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 """How far from zero means begin, of where they are, until the bound is finite."""
+_SWEEPS = 5
+"""After which starts are compared."""
+_WIDTHS = (1.0, 0.3, 0.1)
+"""Widths of the beliefs that averages over points are tried with: a sharp optimum is no lower one."""
 _WIDEST = 1e3
 """Largest unit of a climb: flat priors say nothing of scales."""
 
 
-def ascend(evaluator: Evaluator, cells: int, located: Collection[str] = ()) -> None:
-    """Move the Gaussian blocks to a better start, if the present one is absurd, or stands for points."""
+def ascend(
+    evaluator: Evaluator,
+    cells: int,
+    call: Call | None,
+    step: BlockStep,
+    located: Collection[str] = (),
+) -> None:
+    """Move blocks to a better start: an absurd one, points in the place of sites, several maxima.
+
+    `call` runs the model, `step` moves a block; sites that are `located` stay where they are.
+    """
     plan = evaluator.plan
     blocks = [
         b
         for b in plan.blocks
         if b.moves and b.placement is None and isinstance(evaluator.beliefs[b.name], GaussianBelief)
     ]
+    if evaluator.shards.plates or not blocks:
+        return
+    placed = any(s in located for b in plan.blocks for s in b.sites)
     pointed = any(isinstance(f, PointFactor) for f in plan.factors)
     first = evaluator.elbo()
-    if evaluator.shards.plates or not blocks or not (pointed or not first > -ABSURD * cells):
-        return
-    best = first
+    is_absurd = not first > -ABSURD * cells
+    scouts = None if placed else Scouts.of(evaluator, call, cells)
+    if pointed or is_absurd:
+        _climb(evaluator, blocks, cells, scouts if pointed else None, placed=placed)
+    if scouts is not None and not pointed:
+        _compare(evaluator, scouts, step)
+
+
+def _compare(evaluator: Evaluator, scouts: Scouts, step: BlockStep) -> None:
+    """Go to where scouts have come, if a few sweeps from there end higher than from here."""
+    points = scouts.highest()
+    starts = [dict(evaluator.beliefs), *(scouts.beliefs(points, share) for share in _WIDTHS)]
+    best, kept = -math.inf, starts[0]
+    for start in starts:
+        for name, belief in start.items():
+            evaluator.set(name, belief)
+        try:
+            for _ in range(_SWEEPS):
+                for block in evaluator.plan.blocks:
+                    step(evaluator, block)
+            bound = evaluator.elbo()
+        except CVIError:  # an improper target, far from any fit
+            continue
+        if bound > best:
+            best, kept = bound, dict(evaluator.beliefs)
+    for name, belief in kept.items():
+        evaluator.set(name, belief)
+
+
+def _climb(
+    evaluator: Evaluator,
+    blocks: list[Block],
+    cells: int,
+    scouts: Scouts | None,
+    *,
+    placed: bool,
+) -> None:
+    """Let the means of Gaussian blocks climb from a few starts, and keep where the bound is best."""
+    pointed = any(isinstance(f, PointFactor) for f in evaluator.plan.factors)
+    best = evaluator.elbo()
     kept: dict[str, AbstractBelief] = {b.name: evaluator.beliefs[b.name] for b in blocks}
     climb = _Climb(evaluator, blocks, cells)
-    for i, start in enumerate(climb.starts(_DRAWS)):
-        placed = any(s in located for b in blocks for s in b.sites)
+    for i, start in enumerate(climb.starts(scouts)):
         if i > 0 and (placed or not (pointed or not best > -ABSURD * cells)):
             break
-        found = climb.climbed(start, _STEPS if i == 0 else _STEPS // 2)
-        for name, belief in found.items():
-            evaluator.set(name, belief)
-        value = evaluator.elbo()
-        if value > best or (math.isnan(best) and not math.isnan(value)):
-            best, kept = value, {**found}
+        means = climb.climbed(start, _STEPS if i == 0 else _STEPS // 2)
+        for share in _WIDTHS if pointed else _WIDTHS[:1]:
+            found = climb.around(means, share)
+            for name, belief in found.items():
+                evaluator.set(name, belief)
+            value = evaluator.elbo()
+            if value > best or (math.isnan(best) and not math.isnan(value)):
+                best, kept = value, {**found}
     for name, old in kept.items():
         evaluator.set(name, old)
 
@@ -89,25 +147,35 @@ class _Climb:
             self.unit[b.name] = spread.clamp(max=_WIDEST)
             self.precision[b.name] = torch.diag_embed(spread.clamp(max=START_SPREAD).pow(-2))
 
-    def starts(self, draws: int) -> Iterator[dict[str, Tensor]]:
-        """Where the means are, or nearer to zero where the bound is finite; and draws around it."""
+    def starts(self, scouts: Scouts | None) -> Iterator[dict[str, Tensor]]:
+        """Where the means are, or nearer to zero where the bound is finite; and others around it.
+
+        The others are draws, or where the best of many draws has climbed to.
+        """
         given = {b.name: self.evaluator.beliefs[b.name].tensors[0] for b in self.blocks}
         nearer = ({n: share * m for n, m in given.items()} for share in _SHARES)
         present = next((m for m in nearer if math.isfinite(self._at(m)[0])), given)
         yield present
-        for _ in range(draws):
+        if scouts is not None:
+            found = scouts.beliefs(scouts.highest(), 1.0)
+            yield {n: found[n].tensors[0] for n in present}
+            return
+        for _ in range(_DRAWS):
             yield {
                 n: m + _SHRUNK * self.unit[n].clamp(max=2.0) * torch.randn_like(m)
                 for n, m in present.items()
             }
 
-    def climbed(self, start: dict[str, Tensor], steps: int) -> dict[str, GaussianBelief]:
-        """Narrow beliefs around where a climb from these means ends."""
+    def around(self, means: dict[str, Tensor], share: float) -> dict[str, GaussianBelief]:
+        """Narrow beliefs around these means, of that share of the usual width."""
+        return {n: GaussianBelief(m, self.precision[n] / share**2) for n, m in means.items()}
+
+    def climbed(self, start: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
+        """Where a climb from these means ends."""
         found = start
         if not self._at(start)[0] > -ABSURD * self.cells:
             found = self._highest(start, steps, compressed=True)
-        found = self._highest(found, steps, compressed=False)
-        return {n: GaussianBelief(m, self.precision[n]) for n, m in found.items()}
+        return self._highest(found, steps, compressed=False)
 
     def _highest(
         self, start: dict[str, Tensor], steps: int, *, compressed: bool

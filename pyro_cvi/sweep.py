@@ -233,7 +233,8 @@ class Sweeper:
                 for name, belief in first.beliefs.items():
                     part.set(name, belief)
         if self.time == 0 and not fitted and not noisy and not plan.stochastic:
-            ascend(evaluator, prepared.observed_cells, self.located)
+            cells = prepared.observed_cells
+            ascend(evaluator, cells, prepared.call, self.trying, self.located)
         fresh = bool(noisy) and unseen
         if self.time == 0 and not fitted and noisy:
             fresh = False

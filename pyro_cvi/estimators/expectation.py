@@ -54,6 +54,7 @@ from pyro_cvi.estimators.products import Component, Piece, Product, bilinear, se
 from pyro_cvi.estimators.quadrature import gaussian_expectation
 from pyro_cvi.estimators.statistics import Gather, Summed, summed
 from pyro_cvi.estimators.univariate import Points, family_expectation, has_rule
+from pyro_cvi.estimators.valleys import has_valley
 
 __all__ = ["KINDS", "Expectation", "Function", "How", "compile_expectation"]
 
@@ -61,6 +62,8 @@ KINDS = ("exact", "quadrature", "points", "sampled")
 """How a message may be found, the best first."""
 _NODES, _MOST_NODES = 20, 512
 """Nodes for each predictor of a function, and of all of them."""
+_GRID, _SEEN = 33, 256
+"""Points of a line on which a valley is looked for, and about how many cells are."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,15 @@ class Expectation:
             first = not isinstance(total, Tensor) and total == 0
             total = value if first else value + total  # tables of a large plate are not copied
         return total if isinstance(total, Tensor) else torch.tensor(total, device="cpu")
+
+    def has_valley(self, moments: Moments) -> bool:
+        """Whether a term by quadrature, along one of its predictors, leads up on two sides."""
+        for coefficient, consts, components in self.terms:
+            signs = {s for t, _ in consts for s in t.sign().unique().tolist()} - {0.0}
+            sign = math.copysign(1.0, coefficient) * (signs.pop() if len(signs) == 1 else not signs)
+            if any(isinstance(c, _Quadrature) and c.has_valley(moments, sign) for c in components):
+                return True
+        return False
 
     def magnitude(self, moments: Moments) -> Tensor:
         """Like the value, with the size of each term in the place of the term."""
@@ -511,6 +523,22 @@ class _Quadrature:
         cov = torch.stack([torch.stack([entries[i, j] for j in each]) for i in each])
         value = gaussian_expectation(self._cells, mean, cov, differentiate_constants=self.learn)
         return value.reshape(self.shape)
+
+    def has_valley(self, moments: Moments, sign: float) -> bool:
+        """Whether sign * g has an inner minimum along a predictor, three deviations to both sides.
+
+        The others stay half a deviation off their means, where a product with them is not flat.
+        """
+        index = torch.arange(0, self.cells, max(1, self.cells // _SEEN))
+        found = [tuple(x[index] for x in moments.predictor(a, (self.cells,))) for a in self.affines]
+        grid = torch.linspace(-3.0, 3.0, _GRID)[:, None]
+        for i, (mean, variance) in enumerate(found):
+            others = [m + 0.5 * v.sqrt() for m, v in found]
+            line = mean + grid.to(mean) * variance.sqrt()
+            z = [line if j == i else x.expand_as(line) for j, x in enumerate(others)]
+            if has_valley(self._cells(z, index), sign):
+                return True
+        return False
 
     def _cells(self, z: list[Tensor], index: Tensor | None) -> Tensor:
         nodes = {k: z[i] for k, i in self.position.items()}
