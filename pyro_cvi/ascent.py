@@ -13,7 +13,7 @@ draws from it, or the best of many: see `scouts`) the one with the best bound go
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from pyro_cvi.graph.plan import Block
 from pyro_cvi.graph.pointed import PointFactor
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.linalg import or_zeros
-from pyro_cvi.mixing import BlockStep
+from pyro_cvi.mixing import BlockStep, Outlook
 from pyro_cvi.scouts import Scouts
 from pyro_cvi.updates import AbstractBelief, GaussianBelief
 
@@ -43,7 +43,9 @@ _SHRUNK = 0.5
 _SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 """How far from zero means begin, of where they are, until the bound is finite."""
 _SWEEPS = 5
-"""After which starts are compared."""
+"""After which starts are compared, at most."""
+_SETTLED = 0.1
+"""Nats that a sweep gains, below which a start has shown what it is worth."""
 _WIDTHS = (1.0, 0.3, 0.1)
 """Widths of the beliefs that averages over points are tried with: a sharp optimum is no lower one."""
 _WIDEST = 1e3
@@ -82,23 +84,29 @@ def ascend(
 
 def _compare(evaluator: Evaluator, scouts: Scouts, step: BlockStep) -> None:
     """Go to where scouts have come, if a few sweeps from there end higher than from here."""
+    here = dict(evaluator.beliefs)
     points = scouts.highest()
-    starts = [dict(evaluator.beliefs), *(scouts.beliefs(points, share) for share in _WIDTHS)]
-    best, kept = -math.inf, starts[0]
-    for start in starts:
-        for name, belief in start.items():
-            evaluator.set(name, belief)
-        try:
+    there = [{**here, **scouts.beliefs(points, share)} for share in _WIDTHS]
+    best, kept = -math.inf, here
+    for start in (max(there, key=lambda x: _bound_at(evaluator, x)), here):
+        outlook = Outlook(_bound_at(evaluator, start))
+        with suppress(CVIError):  # an improper target, far from any fit
             for _ in range(_SWEEPS):
                 for block in evaluator.plan.blocks:
                     step(evaluator, block)
-            bound = evaluator.elbo()
-        except CVIError:  # an improper target, far from any fit
-            continue
-        if bound > best:
-            best, kept = bound, dict(evaluator.beliefs)
-    for name, belief in kept.items():
+                outlook.see(evaluator.elbo())
+                if not outlook.end > best or abs(outlook.gain) < _SETTLED:
+                    break
+        if outlook.bound > best:
+            best, kept = outlook.bound, dict(evaluator.beliefs)
+    _bound_at(evaluator, kept)
+
+
+def _bound_at(evaluator: Evaluator, beliefs: Mapping[str, AbstractBelief]) -> float:
+    """The bound with these beliefs, which are set."""
+    for name, belief in beliefs.items():
         evaluator.set(name, belief)
+    return evaluator.elbo()
 
 
 def _climb(
@@ -120,13 +128,10 @@ def _climb(
         means = climb.climbed(start, _STEPS if i == 0 else _STEPS // 2)
         for share in _WIDTHS if pointed else _WIDTHS[:1]:
             found = climb.around(means, share)
-            for name, belief in found.items():
-                evaluator.set(name, belief)
-            value = evaluator.elbo()
+            value = _bound_at(evaluator, found)
             if value > best or (math.isnan(best) and not math.isnan(value)):
                 best, kept = value, {**found}
-    for name, old in kept.items():
-        evaluator.set(name, old)
+    _bound_at(evaluator, kept)
 
 
 class _Climb:

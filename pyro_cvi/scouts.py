@@ -35,8 +35,10 @@ _SHARES = (0.0, *(0.5,) * 23, *(1.0,) * 24)
 """How far from the middle starts are, in draws of units of at most `_WIDEST`."""
 _BEST, _OF = 16, 1024
 """Further starts: the best of so many draws with the prior's own deviations, which may find a needle."""
-_FIRST, _LEAST, _LARGEST = 0.1, 1e-4, 1.0
+_FIRST, _LARGEST = 0.1, 1.0
 """Steps of a scalar, in units of the prior's standard deviation."""
+_FASTER, _SLOWER = 1.2, 0.5
+"""What becomes of a step where the slope keeps its sign, and where it turns."""
 _WIDEST = 2.0
 """Largest unit of a draw: flat priors say nothing of scales."""
 _MOST_VALUES = 1 << 22
@@ -100,21 +102,23 @@ class Scouts:
         like = next(iter(first.values()))
         best = like.new_full((len(like),), -math.inf)
         found = {n: m.clone() for n, m in first.items()}
-        moved = {n: torch.zeros_like(m, requires_grad=True) for n, m in first.items()}
-        leaves = list(moved.values())
-        optimiser = torch.optim.Rprop(leaves, lr=_FIRST, step_sizes=(_LEAST, _LARGEST))
+        here = {n: m.clone().requires_grad_() for n, m in first.items()}
+        steps = {n: _FIRST * units[n].expand_as(m) for n, m in first.items()}
+        signs = {n: torch.zeros_like(m) for n, m in first.items()}
         for _ in range(_STEPS):
-            here = {n: first[n] + units[n] * x for n, x in moved.items()}
             values = self._values(here, noise)
             value = values.detach().to(best).nan_to_num(-math.inf, -math.inf, -math.inf)
             better = value > best
             best = torch.where(better, value, best)
-            for n, m in here.items():
+            slopes = torch.autograd.grad(values.sum(), list(here.values()))
+            for (n, m), slope in zip(here.items(), slopes, strict=True):
                 found[n][better] = m.detach()[better]
-            slopes = torch.autograd.grad(values.sum(), leaves)
-            for x, slope in zip(leaves, slopes, strict=True):
-                x.grad = -slope.nan_to_num(0.0, 0.0, 0.0)
-            optimiser.step()
+                sign = slope.sign().nan_to_num(0.0)
+                turned = sign * signs[n]
+                change = torch.where(turned > 0, _FASTER, torch.where(turned < 0, _SLOWER, 1.0))
+                steps[n] = torch.clamp(steps[n] * change, max=_LARGEST * units[n])
+                signs[n] = torch.where(turned < 0, 0.0, sign)
+                here[n] = (m.detach() + steps[n] * signs[n]).requires_grad_()
         return {n: m[int(best.argmax())] for n, m in found.items()}
 
     def _starts(self, units: Points) -> dict[str, Tensor]:
