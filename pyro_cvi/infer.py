@@ -68,6 +68,8 @@ _HAND_OVER = 40
 """Steps after which blocks that have not converged try a joint one first."""
 _ROUGH = 0.2
 """Nats left at which fixed points are compared with others: with too few an optimum is worth little."""
+_STILL = 0.01
+"""Nats that a single step gains, below which it is asked if there is more to gain elsewhere."""
 _ESCAPES = 8
 """How often a run that has converged goes on, off a saddle or with more points."""
 _LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceEnum_ELBO, TraceGraph_ELBO)
@@ -202,6 +204,7 @@ class CVI:
         self._baseline: float | None = None
         self._pending: dict[str, Tensor] = {}
         self._resumes = False
+        self._last, self._has_looked = math.inf, False
         self.loss: Callable[..., float] = (Trace_ELBO() if loss is None else loss).loss
         drawn = loss is not None and self._others is not None
         self._particles: int = loss.num_particles if loss is not None and drawn else 1
@@ -220,10 +223,26 @@ class CVI:
     def step(self, *args: Any, **kwargs: Any) -> float:
         """One sweep over the blocks; the negative ELBO of the state it leaves, summed over data.
 
-        Where something is sampled or subsampled the return value is an estimate. An error leaves the
-        posterior as it was.
+        Where something is sampled or subsampled the return value is an estimate. After a sweep that
+        gains next to nothing a saddle is left, and fixed points are doubled, as at the end of a `run`.
+        An error leaves the posterior as it was.
         """
-        return self._guarded_step(args, kwargs, unchanged=False, temperature=1.0)
+        loss = self._guarded_step(args, kwargs, unchanged=False, temperature=1.0)
+        return self._looked_around(args, kwargs, loss)
+
+    def _looked_around(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: float) -> float:
+        """The loss after single steps, of which one that stands still is asked once if it is the end."""
+        gain, self._last = self._last - loss, loss
+        if not abs(gain) <= _STILL:
+            self._has_looked = False
+        elif not self._has_looked and self._is_deterministic and self._others is None:
+            self._has_looked = True
+            with suppress(CVIError):  # somewhere else, which nobody has asked for
+                if self._goes_on(args, kwargs, Progress(_STILL), RunResult([loss], errors=[0.0])):
+                    assert self._own.prepared is not None
+                    self._last = -self._evaluator_for(self._own.prepared).elbo()
+                    self._has_looked = False
+        return self._last
 
     def _guarded_step(
         self,
@@ -577,10 +596,11 @@ class CVI:
 
     def _may_go_on(self, progress: Progress) -> bool:
         """Whether a fit without noise still gains after the usual number of steps."""
-        prepared = self._own.prepared
-        if prepared is None or progress.tol <= 0:
-            return False
-        plan = prepared.plan
+        return self._own.prepared is not None and progress.tol > 0 and self._is_deterministic
+
+    @property
+    def _is_deterministic(self) -> bool:
+        plan = self._own.plan
         return not (plan.sampled_sites() or plan.stochastic or plan.learns)
 
     def _goes_on(

@@ -1,5 +1,6 @@
 """Stationary points that are no maximum are left; maxima are not."""
 
+import itertools
 import math
 
 import pyro
@@ -119,3 +120,15 @@ def test_a_maximum_is_not_left(dtype):
     assert result.converged
     assert all(b <= a + 1e-3 for a, b in zip(result.losses, result.losses[1:], strict=False))
     assert result.num_steps < 12
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_single_steps_leave_a_saddle_too(name):
+    f, mean, mode = EVEN[name]
+    model = seen_through(f)
+    x = mean + 0.1 * torch.randn(20)
+    cvi = CVI(model, AutoCVI(model, init_loc_fn=lambda site: torch.tensor(0.0)), seed=0)
+    losses = [cvi.step(x) for _ in range(60)]
+    assert abs(float(cvi.guide.posterior("z").mean)) == pytest.approx(mode, rel=0.15)
+    assert losses[-1] == pytest.approx(cvi.evaluate_loss(x), rel=1e-9)
+    assert all(b <= a + 1e-9 * abs(a) for a, b in itertools.pairwise(losses))
