@@ -86,6 +86,8 @@ def _compare(evaluator: Evaluator, scouts: Scouts, step: BlockStep) -> None:
     """Go to where scouts have come, if a few sweeps from there end higher than from here."""
     here = dict(evaluator.beliefs)
     points = scouts.highest()
+    if points is None:
+        return
     there = [{**here, **scouts.beliefs(points, share)} for share in _WIDTHS]
     best, kept = -math.inf, here
     for start in (max(there, key=lambda x: _bound_at(evaluator, x)), here):
@@ -161,8 +163,9 @@ class _Climb:
         nearer = ({n: share * m for n, m in given.items()} for share in _SHARES)
         present = next((m for m in nearer if math.isfinite(self._at(m)[0])), given)
         yield present
-        if scouts is not None:
-            found = scouts.beliefs(scouts.highest(), 1.0)
+        points = None if scouts is None else scouts.highest()
+        if scouts is not None and points is not None:
+            found = scouts.beliefs(points, 1.0)
             yield {n: found[n].tensors[0] for n in present}
             return
         for _ in range(_DRAWS):

@@ -94,8 +94,12 @@ class Scouts:
         draws = max(_BEST, min(_OF, _MOST_VALUES // (2 * cells)))
         return Scouts(evaluator, density, draws) if density.vectorises else None
 
-    def highest(self) -> dict[str, Tensor]:
-        """Unconstrained values of all sites where the highest of the climbs ends."""
+    def highest(self) -> dict[str, Tensor] | None:
+        """Unconstrained values of all sites where the highest of the climbs ends.
+
+        They end where the model fails at one of the points, as with a matrix that is not positive
+        definite; None where that is so from the first.
+        """
         units = {n: u.clamp(max=_WIDEST) for n, u in self._unit.items()}
         first = self._starts(units)
         noise = self._noise(first)
@@ -106,7 +110,10 @@ class Scouts:
         steps = {n: _FIRST * units[n].expand_as(m) for n, m in first.items()}
         signs = {n: torch.zeros_like(m) for n, m in first.items()}
         for _ in range(_STEPS):
-            values = self._values(here, noise)
+            try:
+                values = self._values(here, noise)
+            except RuntimeError:
+                break
             value = values.detach().to(best).nan_to_num(-math.inf, -math.inf, -math.inf)
             better = value > best
             best = torch.where(better, value, best)
@@ -119,6 +126,8 @@ class Scouts:
                 steps[n] = torch.clamp(steps[n] * change, max=_LARGEST * units[n])
                 signs[n] = torch.where(turned < 0, 0.0, sign)
                 here[n] = (m.detach() + steps[n] * signs[n]).requires_grad_()
+        if not bool(best.isfinite().any()):
+            return None
         return {n: m[int(best.argmax())] for n, m in found.items()}
 
     def _starts(self, units: Points) -> dict[str, Tensor]:
@@ -129,9 +138,12 @@ class Scouts:
             share = shares.to(m).reshape(-1, *[1] * m.ndim)
             near[n] = m + share * units[n] * torch.randn(len(shares), *m.shape).to(m)
             far[n] = m + self._unit[n] * torch.randn(self._draws, *m.shape).to(m)
-        with torch.no_grad():
-            values = self._values(far, self._noise(far)).nan_to_num(-math.inf, -math.inf, -math.inf)
-        top = values.topk(_BEST).indices
+        try:
+            with torch.no_grad():
+                values = self._values(far, self._noise(far))
+        except RuntimeError:
+            return near
+        top = values.nan_to_num(-math.inf, -math.inf, -math.inf).topk(_BEST).indices
         return {n: torch.cat([m, far[n][top]]) for n, m in near.items()}
 
     def _noise(self, points: Points) -> dict[str, Tensor]:
@@ -154,7 +166,7 @@ class Scouts:
             values[n] = x = transform(u)
             slope = transform.log_abs_det_jacobian(u, x)
             total = total + slope.reshape(len(u), -1).sum(-1)
-        return (self._density(values) + total).reshape(2, -1).mean(0)
+        return (self._density.at_once(values) + total).reshape(2, -1).mean(0)
 
     def beliefs(self, points: Points, share: float) -> dict[str, AbstractBelief]:
         """Narrow beliefs about all blocks at these points, of that share of the usual width."""

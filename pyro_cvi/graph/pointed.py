@@ -113,14 +113,15 @@ class LogDensity:
                     warnings.catch_warnings()
                 ):  # where a rule is missing, vmap says that it is slow
                     warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-                    return self._at_once(values)
+                    return self.at_once(values)
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
                 raise
             except RuntimeError:
                 self._vectorises = False
         return torch.stack([self.at({n: v[i] for n, v in values.items()}) for i in range(count)])
 
-    def _at_once(self, values: Values) -> Tensor:
+    def at_once(self, values: Values) -> Tensor:
+        """The same in one vectorised run; a RuntimeError where it fails, if only at one of the points."""
         found: Tensor = torch.vmap(self.at, randomness="different")(dict(values))
         return found
 

@@ -182,9 +182,10 @@ def test_a_run_that_is_not_told_how_many_steps_goes_on_while_it_gains():
 
 
 def test_restarts_that_end_apart_are_said():
-    def two_peaks(x):
+    def two_peaks(x):  # beside a discrete site, where starts are not scouted
         z = pyro.sample("z", dist.Normal(0.0, 3.0))
-        pyro.sample("x", dist.Normal(torch.sin(3 * z) + 0.3 * z, 0.05), obs=x)
+        wide = pyro.sample("wide", dist.Bernoulli(0.5))
+        pyro.sample("x", dist.Normal(torch.sin(3 * z) + 0.3 * z, 0.05 + 0.01 * wide), obs=x)
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

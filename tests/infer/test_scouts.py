@@ -123,3 +123,26 @@ def test_regressions_have_one_maximum_and_are_not_scouted(likelihood, monkeypatc
     loss = CVI(model, AutoCVI(model)).step(X, y)
     assert math.isfinite(loss)
     assert not made
+
+
+def test_a_model_that_fails_at_some_draws_is_fitted_all_the_same():
+    """Its matrix is not positive definite in float32 where the length scale is long."""
+    x = torch.linspace(0.0, 1.0, 12, dtype=torch.float32)
+
+    def model(y):
+        length = pyro.sample("length", dist.LogNormal(-1.0, 1.5))
+        e = pyro.sample("e", dist.Normal(torch.zeros(12), 1.0).to_event(1))
+        gaps = (x[:, None] - x) / length
+        kernel = torch.exp(-gaps.square() / 2) + 1e-5 * torch.eye(12)
+        f = torch.linalg.cholesky(kernel) @ e
+        with pyro.plate("rows", 12):
+            pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+
+    torch.set_default_dtype(torch.float32)
+    try:
+        y = torch.poisson(torch.exp(torch.sin(6 * x)))
+        losses = [CVI(model, AutoCVI(model), seed=s).run(y).losses[-1] for s in range(3)]
+    finally:
+        torch.set_default_dtype(torch.float64)
+    assert all(math.isfinite(v) for v in losses)
+    assert max(losses) < min(losses) + 0.05
