@@ -8,7 +8,7 @@ and the distance that is left is that of the last sweep times s / (1 - s), s = s
 gains little because it creeps (r near one) is not the end, and one that gains little after one that
 gained much is. The ratio is the largest that sweeps in succession have shown lately: a mixture of
 sweeps (`Anderson`) removes what creeps from the gain, and not from what is left. So a run that needed
-mixtures ends only after another one, which sees what sweeps of a few 1e-3 standard deviations would
+several mixtures ends only after another one, which sees what sweeps of a few 1e-3 standard deviations would
 still add up to, has moved no mean by more than `tol` either.
 """
 
@@ -38,6 +38,10 @@ _CLOSE = 10.0
 """Gain of a mixture, in units of what does not count, below which the end may be near."""
 _SHORT = 0.1
 """A move in units of `tol` that ends a run at once; of longer ones, two in succession have to."""
+_NEARLY = 3.0
+"""What the first of the two may leave, in the same units."""
+_FEW = 3
+"""Mixtures that a run may take and not count as one that creeps."""
 
 
 @dataclass
@@ -47,8 +51,8 @@ class Progress:
     `floor` is the rounding of the present bound, in nats; `moves` are how far sweeps moved the mean that
     they moved most, in standard deviations, or infinity where that was not measured. A bound below the
     `least` is that of no fit, however little a sweep changes it. `places` are the last ones where moves
-    were measured, in any form, and `walked` is how far from the oldest a mean now is at most. The run
-    `creeps` if a mixture was better than its sweep; where it `asks_for_mixture`, the next sweep is to be
+    were measured, in any form, and `walked` is how far from the oldest a mean now is at most. Of the
+    run so far `mixtures` were better than their sweeps; where it `asks_for_mixture`, the next sweep is to be
     mixed with those before it, whatever that gains, and `tried` says that the last one was.
     """
 
@@ -60,13 +64,13 @@ class Progress:
     least: float = -math.inf
     walked: float = math.inf
     places: deque[Any] = field(default_factory=lambda: deque(maxlen=_PATIENCE))
-    creeps: bool = False
+    mixtures: int = 0
     asks_for_mixture: bool = False
     tried: bool = False
 
     def add(self, loss: float, *, plain: bool = True) -> None:
         """Take note of the loss after a sweep, or after a mixture of sweeps (not `plain`)."""
-        self.creeps |= not plain
+        self.mixtures += not plain
         self.tried, self.asks_for_mixture = self.asks_for_mixture, False
         self.bounds.append(-loss)
         self.plain.append(plain)
@@ -136,7 +140,7 @@ class Progress:
             return 0.0 if seen else math.inf
         if self.moved <= _SHORT * self.tol:
             return self._left_after(seen)
-        return max(self._left_after(seen[:-1]), self._left_after(seen))
+        return max(self._left_after(seen[:-1]) / _NEARLY, self._left_after(seen))
 
     def _left_after(self, seen: list[float]) -> float:
         """The same, from how far the last sweeps moved."""
@@ -215,7 +219,7 @@ class Progress:
             return True
         if self.left_to_move > self.tol:
             return False
-        self.asks_for_mixture = self.creeps and not self.tried
+        self.asks_for_mixture = self.mixtures > _FEW and not self.tried
         return not self.asks_for_mixture
 
     @property

@@ -154,12 +154,12 @@ def test_means_that_go_to_and_fro_and_gain_are_not():
     assert not walking(gains, moves, walked=0.002).is_end()
 
 
-def crept(moves, after=0.0, taken=True):
-    """A mixture, plain sweeps that hardly gain and moved so far, then another mixture if it is asked."""
+def crept(moves, after=0.0, taken=True, mixtures=4):
+    """Mixtures, plain sweeps that hardly gain and moved so far, then another mixture if it is asked."""
     progress, bound = Progress(0.01, floor=1e-12), 0.0
-    for i, moved in enumerate([0.5, *moves]):
-        bound += 1e-5 * 0.1**i
-        progress.add(-bound, plain=i > 0)
+    for i, moved in enumerate([*[0.5] * mixtures, *moves]):
+        bound += 1e-5 * 0.1 ** max(0, i - mixtures)
+        progress.add(-bound, plain=i >= mixtures)
         progress.moved = moved
         ended = progress.is_end()
         if progress.asks_for_mixture:
@@ -176,6 +176,10 @@ def test_a_run_that_creeps_ends_only_after_a_short_mixture():
     short = [3e-4, 1e-5, 1e-7]
     assert crept(short, after=0.005) == (True, True)
     assert crept(short, after=0.02) == (True, False)
+
+
+def test_a_run_of_few_mixtures_has_not_crept():
+    assert crept([3e-4, 1e-5, 1e-7], mixtures=2) == (False, True)
 
 
 def test_a_mixture_that_is_refused_leaves_the_word_to_the_sweep():
