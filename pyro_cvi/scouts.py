@@ -136,8 +136,8 @@ class Scouts:
         shares = torch.tensor(_SHARES, device="cpu")
         for n, m in self._middle.items():
             share = shares.to(m).reshape(-1, *[1] * m.ndim)
-            near[n] = m + share * units[n] * torch.randn(len(shares), *m.shape).to(m)
-            far[n] = m + self._unit[n] * torch.randn(self._draws, *m.shape).to(m)
+            near[n] = m + share * units[n] * torch.randn(len(shares), *m.shape, device="cpu").to(m)
+            far[n] = m + self._unit[n] * torch.randn(self._draws, *m.shape, device="cpu").to(m)
         try:
             with torch.no_grad():
                 values = self._values(far, self._noise(far))

@@ -8,8 +8,9 @@ and the distance that is left is that of the last sweep times s / (1 - s), s = s
 gains little because it creeps (r near one) is not the end, and one that gains little after one that
 gained much is. The ratio is the largest that sweeps in succession have shown lately: a mixture of
 sweeps (`Anderson`) removes what creeps from the gain, and not from what is left. So a run that needed
-several mixtures ends only after another one, which sees what sweeps of a few 1e-3 standard deviations would
-still add up to, has moved no mean by more than `tol` either.
+several mixtures ends only after another one, which sees what sweeps of a few 1e-3 standard deviations
+would still add up to, has moved no mean by more than `tol` either. And a mean that has just gone further
+in one sweep than in the one before has no ratio: steps that are lengthened and shortened in turns creep.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Progress:
     `floor` is the rounding of the present bound, in nats; `moves` are how far sweeps moved the mean that
     they moved most, in standard deviations, or infinity where that was not measured. A bound below the
     `least` is that of no fit, however little a sweep changes it. `places` are the last ones where moves
-    were measured, in any form, and `walked` is how far from the oldest a mean now is at most. Of the
-    run so far `mixtures` were better than their sweeps; where it `asks_for_mixture`, the next sweep is to be
+    were measured, in any form, and `walked` is how far from the oldest a mean now is at most. Of the run
+    so far `mixtures` were better than their sweeps; where it `asks_for_mixture`, the next sweep is to be
     mixed with those before it, whatever that gains, and `tried` says that the last one was.
     """
 
@@ -217,10 +218,17 @@ class Progress:
             return False
         if self._is_noise:
             return True
-        if self.left_to_move > self.tol:
+        if self._has_surged or self.left_to_move > self.tol:
             return False
         self.asks_for_mixture = self.mixtures > _FEW and not self.tried
         return not self.asks_for_mixture
+
+    @property
+    def _has_surged(self) -> bool:
+        """Whether a mean went further than `tol` lately, and twice as far as in the sweep before."""
+        moves, plain = self.moves[-_PATIENCE:], self.plain[-_PATIENCE:]
+        pairs = zip(moves, moves[1:], plain, plain[1:], strict=False)
+        return any(p and q and max(2 * a, self.tol) < b < math.inf for a, b, p, q in pairs)
 
     @property
     def _is_noise(self) -> bool:

@@ -529,9 +529,9 @@ class _Quadrature:
 
         The others stay half a deviation off their means, where a product with them is not flat.
         """
-        index = torch.arange(0, self.cells, max(1, self.cells // _SEEN))
+        index = torch.arange(0, self.cells, max(1, self.cells // _SEEN), device="cpu")
         found = [tuple(x[index] for x in moments.predictor(a, (self.cells,))) for a in self.affines]
-        grid = torch.linspace(-3.0, 3.0, _GRID)[:, None]
+        grid = torch.linspace(-3.0, 3.0, _GRID, device="cpu")[:, None]
         for i, (mean, variance) in enumerate(found):
             others = [m + 0.5 * v.sqrt() for m, v in found]
             line = mean + grid.to(mean) * variance.sqrt()

@@ -121,7 +121,7 @@ class LogDensity:
         return torch.stack([self.at({n: v[i] for n, v in values.items()}) for i in range(count)])
 
     def at_once(self, values: Values) -> Tensor:
-        """The same in one vectorised run; a RuntimeError where it fails, if only at one of the points."""
+        """The same in one vectorised run; a RuntimeError where it fails at any of the points."""
         found: Tensor = torch.vmap(self.at, randomness="different")(dict(values))
         return found
 

@@ -195,3 +195,12 @@ def test_one_move_of_some_length_is_not_the_end():
         progress.moved = moved
     assert progress.may_end
     assert not progress.is_end()
+
+
+def test_steps_that_are_lengthened_in_turns_are_not_the_end():
+    """Every fourth sweep goes 0.02 sd, those between fall to 8e-4."""
+    progress = Progress(0.01, floor=1e-12)
+    for i, moved in enumerate([0.02, 0.002, 0.001, 8e-4] * 3):
+        progress.add(9.0 - 1e-3 * i + 2e-4 * (i % 4))
+        progress.moved = moved
+        assert not progress.is_end()
