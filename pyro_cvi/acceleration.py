@@ -14,6 +14,7 @@ Anal. 49.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from pyro_cvi.distributed import Shards
 from pyro_cvi.updates import Belief
 
-__all__ = ["Anderson", "RowMixing"]
+__all__ = ["Anderson", "Mixing", "RowMixing"]
 
 _MEMORY = 7
 _LARGEST = 1 << 20
@@ -34,6 +35,19 @@ _RIDGE = 1e-10
 
 _ROW_MEMORY, _ROW_RIDGE = 3, 1e-10
 """The same for rows, which are solved by themselves."""
+
+
+class Mixing(Enum):
+    """When a sweep is mixed with those before it.
+
+    Single steps are not even remembered: they would hold several posteriors in memory, and a fit that
+    was saved between two of them, without these, would not go on as the other does.
+    """
+
+    NEVER = "never"
+    REMEMBERED = "not now, but those after it may be mixed with it"
+    WHERE_IT_CREEPS = "where sweeps creep, and the bound is higher for it"
+    NOW = "if no more than rounding speaks against it"
 
 
 class Anderson:
@@ -54,13 +68,11 @@ class Anderson:
         before: Mapping[str, Belief],
         targets: Mapping[str, Belief],
         bound: float,
-        *,
-        now: bool | None = None,
+        mixing: Mixing = Mixing.WHERE_IT_CREEPS,
     ) -> dict[str, Belief] | None:
         """The accelerated beliefs of those that moved, or None where it is not the time for a try.
 
-        `targets` are the beliefs after a full step each, `bound` is that of the plain sweep. With `now`
-        it is the time, without it (False) the sweep is remembered and no more.
+        `targets` are the beliefs after a full step each, `bound` is that of the plain sweep.
         """
         moved = {n: b for n, b in targets.items() if b is not before[n]}
         size = sum(t.numel() for b in moved.values() for t in b.tensors)
@@ -71,10 +83,12 @@ class Anderson:
         self._pairs.append(({n: before[n] for n in moved}, moved))
         self._bounds.append(bound)
         del self._pairs[: -_MEMORY - 1], self._bounds[:-3]
-        if now is None and self._wait > 0:
+        if mixing is Mixing.REMEMBERED:
+            return None
+        if mixing is Mixing.WHERE_IT_CREEPS and self._wait > 0:
             self._wait -= 1
             return None
-        is_time = self._creeps() if now is None else now
+        is_time = mixing is Mixing.NOW or self._creeps()
         if len(self._pairs) < 2 or not is_time or not self._shards.any(bool(moved)):
             return None
         weights = self._weights(moved)

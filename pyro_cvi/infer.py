@@ -24,6 +24,7 @@ from pyro.infer.autoguide import AutoGuideList
 from pyro.optim import PyroOptim
 from torch import Tensor
 
+from pyro_cvi.acceleration import Mixing
 from pyro_cvi.ascent import ABSURD
 from pyro_cvi.distributed import Shards
 from pyro_cvi.errors import CVIError, message
@@ -430,7 +431,8 @@ class CVI:
             if best is not None and best[1] is not None:
                 self._own.restore(best[1])
                 self._sweeper, self._evaluator = best[2], None
-            self._sweeper.accelerated = self._sweeper.mixes = self._sweeper.is_mixture = False
+            self._sweeper.accelerated = self._sweeper.is_mixture = False
+            self._sweeper.mixing = Mixing.NEVER
         assert best is not None
         result = self._joined(args, kwargs, options, best[0])
         result.restarts = finals
@@ -528,7 +530,9 @@ class CVI:
             plan = self._own.prepared
             free = i < options.most - 1 and not progress.asks_for_plain
             self._sweeper.accelerated = free
-            self._sweeper.mixes = progress.asks_for_mixture or (None if free else False)
+            self._sweeper.mixing = Mixing.WHERE_IT_CREEPS if free else Mixing.REMEMBERED
+            if progress.asks_for_mixture:
+                self._sweeper.mixing = Mixing.NOW
             loss = self._guarded_step(args, kwargs, unchanged, temperature, progress)
             changes = changes or (i > 0 and plan is not self._own.prepared)
             i = result.add(loss, self._sweeper.error, time.perf_counter() - start)
@@ -700,6 +704,7 @@ class CVI:
             "posterior": self._own.saved(),
             "sweeper": self._sweeper,
             "baseline": self._baseline,
+            "looked": (self._last, self._has_looked),
             "optimiser": None if self.optim is None else self.optim.get_state(),
             "parameters": {
                 n: p.detach().clone()
@@ -726,6 +731,7 @@ class CVI:
             )  # fmt: skip
         self._own.resume(state["posterior"])
         self._sweeper, self._baseline = state["sweeper"], state["baseline"]
+        self._last, self._has_looked = state["looked"]
         self._sweeper.shards = self.shards
         if self.optim is not None and state["optimiser"] is not None:
             self.optim.set_state(state["optimiser"])

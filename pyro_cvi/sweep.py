@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_cvi.acceleration import Anderson
+from pyro_cvi.acceleration import Anderson, Mixing
 from pyro_cvi.ascent import ascend
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
@@ -126,7 +126,7 @@ class Sweeper:
         self.time = 0
         self.temperature = 1.0
         self.accelerated = False
-        self.mixes: bool | None = False
+        self.mixing = Mixing.NEVER
         self.is_mixture = False
         self.seeded = True
         self.located: Collection[str] = ()
@@ -255,27 +255,27 @@ class Sweeper:
             self._drawn(evaluator, prepared, sampler(), noisy, fresh)
         elif noisy:
             self._sampled(evaluator, prepared, sampler(), noisy, fresh)
-        elif not (plan.stochastic or plan.learns) and self.temperature == 1:
+        elif (
+            self.mixing is not Mixing.NEVER
+            and not (plan.stochastic or plan.learns)
+            and self.temperature == 1
+        ):
             self._mix(evaluator, before)
 
     def _mix(self, evaluator: Evaluator, before: dict[str, Belief]) -> None:
-        """Take the mixture with earlier sweeps in the place of this one, if its bound is higher.
-
-        `mixes` says when: never (the sweep is only remembered), where sweeps creep (None), or now, if
-        no more than rounding speaks against it.
-        """
+        """Take the mixture with earlier sweeps in the place of this one, if its bound is higher."""
         if self._mapped is not evaluator.plan:  # another map, with other fixed points
             own = frozenset(b.name for b in evaluator.plan.blocks if evaluator.is_own(b))
             self._anderson, self._mapped = Anderson(self.shards, own), evaluator.plan
         plain, known = dict(evaluator.beliefs), evaluator.elbo()
-        mixed = self._anderson.propose(before, {**plain, **self._targets}, known, now=self.mixes)
+        mixed = self._anderson.propose(before, {**plain, **self._targets}, known, self.mixing)
         if mixed is None:
             return
         changed = [n for n, b in mixed.items() if b is not plain[n]]
         kept = {n: evaluator.kept(n) for n in changed}
         for name in changed:
             evaluator.set(name, mixed[name])
-        slack = evaluator.rounding_of_bound() if self.mixes else 0.0
+        slack = evaluator.rounding_of_bound() if self.mixing is Mixing.NOW else 0.0
         self.is_mixture = taken = evaluator.elbo() > known - slack
         self._anderson.judged(taken)
         if not taken:

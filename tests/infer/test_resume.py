@@ -132,6 +132,32 @@ def test_a_resumed_fit_is_the_uninterrupted_one(name: str) -> None:
         assert all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+def factors(x: torch.Tensor) -> None:
+    tau = pyro.sample("tau", dist.Gamma(1.0, 1.0))
+    with pyro.plate("columns", 6, dim=-1):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", 100, dim=-2):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("cells", 6, dim=-1):
+            pyro.sample("x", dist.Normal((z * w).sum(-1), tau.rsqrt()), obs=x)
+
+
+def test_a_run_after_single_steps_goes_on_as_one_that_was_saved_between_them() -> None:
+    """Single steps are not mixed with later sweeps: what a file does not hold is not remembered."""
+    torch.manual_seed(0)
+    x = torch.randn(100, 2) @ torch.randn(2, 6) + 0.5 * torch.randn(100, 6)
+    file = io.BytesIO()
+    one = CVI(factors, AutoCVI(factors), seed=0)
+    for _ in range(6):
+        one.step(x)
+    one.save(file)
+    file.seek(0)
+    other = CVI(factors, AutoCVI(factors), seed=0)
+    other.load(file)
+    losses = [c.run(x, num_steps=12, tol=0.0).losses for c in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
 def test_a_loaded_guide_answers_before_it_has_seen_data() -> None:
     cvi = CVI(logistic, AutoCVI(logistic))
     cvi.run()
