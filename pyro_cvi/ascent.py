@@ -24,7 +24,7 @@ from pyro_cvi.errors import CVIError
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import START_SPREAD, prior_spread
 from pyro_cvi.graph.plan import Block
-from pyro_cvi.graph.pointed import PointFactor
+from pyro_cvi.graph.pointed import PointFactor, levels
 from pyro_cvi.graph.symbolic import Call
 from pyro_cvi.linalg import or_zeros
 from pyro_cvi.mixing import BlockStep, Outlook
@@ -72,9 +72,8 @@ def ascend(
     if evaluator.shards.plates or not blocks:
         return
     placed = any(s in located for b in plan.blocks for s in b.sites)
-    pointed = any(isinstance(f, PointFactor) for f in plan.factors)
-    first = evaluator.elbo()
-    is_absurd = not first > -ABSURD * cells
+    pointed = bool(levels(plan))
+    is_absurd = not evaluator.elbo() > -ABSURD * cells
     scouts = None if placed else Scouts.of(evaluator, call, cells)
     if pointed or is_absurd:
         _climb(evaluator, blocks, cells, scouts if pointed else None, placed=placed)
@@ -120,7 +119,7 @@ def _climb(
     placed: bool,
 ) -> None:
     """Let the means of Gaussian blocks climb from a few starts, and keep where the bound is best."""
-    pointed = any(isinstance(f, PointFactor) for f in evaluator.plan.factors)
+    pointed = bool(levels(evaluator.plan))
     best = evaluator.elbo()
     kept: dict[str, AbstractBelief] = {b.name: evaluator.beliefs[b.name] for b in blocks}
     climb = _Climb(evaluator, blocks, cells)

@@ -236,7 +236,7 @@ class CVI:
         gain, self._last = self._last - loss, loss
         if not abs(gain) <= _STILL:
             self._has_looked = False
-        elif not self._has_looked and self._is_deterministic and self._others is None:
+        elif not self._has_looked and self._own.plan.is_deterministic and self._others is None:
             self._has_looked = True
             with suppress(CVIError):  # somewhere else, which nobody has asked for
                 if self._goes_on(args, kwargs, Progress(_STILL), RunResult([loss], errors=[0.0])):
@@ -600,12 +600,8 @@ class CVI:
 
     def _may_go_on(self, progress: Progress) -> bool:
         """Whether a fit without noise still gains after the usual number of steps."""
-        return self._own.prepared is not None and progress.tol > 0 and self._is_deterministic
-
-    @property
-    def _is_deterministic(self) -> bool:
-        plan = self._own.plan
-        return not (plan.sampled_sites() or plan.stochastic or plan.learns)
+        prepared = self._own.prepared
+        return prepared is not None and progress.tol > 0 and prepared.plan.is_deterministic
 
     def _goes_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Progress, result: RunResult
@@ -1064,9 +1060,8 @@ class CVI:
         """The last loss; of a noisy one the mean of the last tenth, which says more."""
         if not losses:
             return math.inf
-        plan = self._own.plan
-        noisy = plan.sampled_sites() or plan.stochastic or plan.learns
-        last = losses[-max(1, len(losses) // 10) :] if noisy else losses[-1:]
+        is_exact = self._own.plan.is_deterministic
+        last = losses[-1:] if is_exact else losses[-max(1, len(losses) // 10) :]
         return sum(last) / len(last)
 
     def _not_finite(self, evaluator: Evaluator, elbo: float) -> str:

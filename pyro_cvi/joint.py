@@ -35,7 +35,7 @@ def candidates(plan: Plan, most: int) -> frozenset[str]:
     Sites whose messages are all exact and that do not multiply each other have the family that
     conjugacy gives them, and keep it.
     """
-    if plan.stochastic or plan.learns or plan.sampled_sites():
+    if not plan.is_deterministic:
         return frozenset()
     movable = {b.name: b for b in plan.blocks if _may_join(plan, b)}
     if len(movable) < 2:

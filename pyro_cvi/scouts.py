@@ -24,7 +24,7 @@ from pyro_cvi.families import GAUSSIAN, WISHART
 from pyro_cvi.graph.check import factor_values
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.initial import START_SPREAD, around, prior_spread
-from pyro_cvi.graph.pointed import LogDensity, PointFactor
+from pyro_cvi.graph.pointed import LogDensity, levels
 from pyro_cvi.graph.symbolic import Call, Latent
 from pyro_cvi.updates import AbstractBelief, FamilyBelief, GaussianBelief
 
@@ -86,8 +86,7 @@ class Scouts:
         count = len(_SHARES) + _BEST
         if call is None or not (free and whole and simple) or 2 * count * cells > _MOST_VALUES:
             return None
-        pointed = any(isinstance(f, PointFactor) for f in plan.factors)
-        if not (pointed or _may_have_valleys(evaluator)):
+        if not (levels(plan) or _may_have_valleys(evaluator)):
             return None
         values = {n: x.value.detach() for n, x in plan.latents.items()}
         density = LogDensity(call, frozenset(factor_values(call.plain(values))))

@@ -330,6 +330,11 @@ class Plan:
     def sampled_sites(self) -> frozenset[str]:
         return _sampled(self.factors)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether sweeps climb one bound without noise: of all rows, with nothing drawn or learnt."""
+        return not (self.sampled_sites() or self.stochastic or self.learns)
+
     @cached_property
     def whole(self) -> Plan:
         """Latents and blocks with all elements of the subsampled plates, without factors."""
