@@ -8,6 +8,8 @@ sigmoid for an interval, stick-breaking for a simplex.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -25,6 +27,9 @@ __all__ = ["Unconstrained", "has_bijection", "log_jacobian"]
 _TRANSFORMED = torch.distributions.TransformedDistribution
 _SPREAD = 2.0
 """Where a prior cannot be sampled, draws are uniform within this of zero."""
+_LOW = 0.15865525
+"""The probability of what lies a standard deviation below a Gaussian's mean."""
+_ANY_SIZE, _RAISED = 2.5, 4.0
 
 
 class Unconstrained(dist.TorchDistribution):
@@ -76,16 +81,35 @@ class Unconstrained(dist.TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Where to start: T^-1 of the prior's median or mean."""
-        like = self.constrained.batch_shape + self.constrained.event_shape
-        for center in (_median, _mean):
-            try:
-                u: Tensor = self.transform.inv(center(self.constrained).expand(like))
-            except (NotImplementedError, AttributeError, RuntimeError, ValueError):
-                continue
-            if bool(u.isfinite().all()):
-                return u
+        """Where to start: T^-1 of the prior's median or mean; where that is next to nothing, above.
+
+        A scale that is all but zero switches off what it multiplies, and no slope leads back; from above
+        a scale finds its way. So where a positive site may have any size (deviation of its logarithm
+        `_ANY_SIZE` or more) and a median below one, it starts at one, at most `_RAISED` deviations up.
+        """
+        for center in (lambda d: _quantile(d, 0.5), _mean):
+            u = self._at(center)
+            if u is not None:
+                return self._raised(u)
         raise NotImplementedError("neither the median nor the mean of the prior is known")
+
+    def _raised(self, u: Tensor) -> Tensor:
+        if not _is_positive(self.constrained.support):
+            return u
+        low, high = (self._at(partial(_quantile, p=p)) for p in (_LOW, 1 - _LOW))
+        if low is None or high is None:
+            return u
+        spread = (high - low) / 2
+        return torch.where(spread < _ANY_SIZE, u, u.maximum((u + _RAISED * spread).clamp(max=0.0)))
+
+    def _at(self, center: Callable[[Any], Tensor]) -> Tensor | None:
+        """T^-1 of a point of the prior; None where that is not known or not finite."""
+        like = self.constrained.batch_shape + self.constrained.event_shape
+        try:
+            u: Tensor = self.transform.inv(center(self.constrained).expand(like))
+        except (NotImplementedError, AttributeError, RuntimeError, ValueError):
+            return None
+        return u if bool(u.isfinite().all()) else None
 
 
 def log_jacobian(transform: Any, u: Any, x: Any, event_dim: int) -> Any:
@@ -94,8 +118,8 @@ def log_jacobian(transform: Any, u: Any, x: Any, event_dim: int) -> Any:
     return _sum_rightmost(value, event_dim - transform.domain.event_dim)
 
 
-def _median(d: Any) -> Tensor:
-    value: Tensor = d.icdf(torch.tensor(0.5, device="cpu"))
+def _quantile(d: Any, p: float) -> Tensor:
+    value: Tensor = peel(d).icdf(torch.tensor(p, device="cpu"))
     return value
 
 
@@ -139,6 +163,12 @@ def bijection(d: Any) -> Any:
             more = len(d.event_shape) - whole.codomain.event_dim
             return dist.transforms.IndependentTransform(whole, more) if more > 0 else whole
     return biject_to(d.support)
+
+
+def _is_positive(support: Any) -> bool:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support in (constraints.positive, constraints.nonnegative)
 
 
 def _is_real(support: Any) -> bool:

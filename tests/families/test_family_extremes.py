@@ -1,8 +1,10 @@
 """Extreme shapes against mpmath, with the tolerance that the stored numbers allow."""
 
+import math
 from collections.abc import Callable
 
 import mpmath
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from pyro_cvi.families import (
     INVERSE_GAMMA,
     WISHART,
     Natural,
+    Unconstrained,
     from_loc_precision,
     special,
 )
@@ -321,3 +324,22 @@ def test_retraction_of_a_gamma_never_reaches_zero() -> None:
     c = special.curvature_ratio(x)
     assert (c > 1 - 1e-15).all()
     assert (c < 1.0945).all()
+
+
+@pytest.mark.parametrize(
+    ("prior", "wanted"),
+    [
+        (dist.LogNormal(-20.0, 5.0), 0.0),
+        (dist.LogNormal(-20.0, 3.0), -8.0),
+        (dist.LogNormal(-20.0, 1.0), -20.0),
+        (dist.LogNormal(5.0, 6.0), 5.0),
+        (dist.HalfCauchy(1e-6), math.log(1e-6)),
+    ],
+)
+def test_a_scale_of_any_size_starts_near_one(prior, wanted):
+    """From nothing no slope leads back to a scale; from above it finds its way."""
+    for law in (prior, prior.expand([2]).to_event(1)):
+        found = Unconstrained(law).mean
+        assert found.tolist() == pytest.approx(
+            [wanted] * 2 if law.event_shape else wanted, abs=0.05
+        )

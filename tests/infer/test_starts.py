@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide.initialization import init_to_value
 
 from pyro_cvi import CVI, AutoCVI
 from pyro_cvi.errors import CVIError
@@ -315,3 +316,29 @@ def test_topics_whose_weights_are_sampled_do_not_fall_into_one():
     assert several < one - 50
     weights = cvi.guide.median()["weights"]
     assert float(weights.max() / weights.sum()) < 0.8
+
+
+def walk(y):
+    """A random walk whose steps may have any size: the prior's median of that is 2e-9."""
+    size = pyro.sample("size", dist.LogNormal(-20.0, 5.0).expand([1]).to_event(1))
+    noise = pyro.sample("noise", dist.LogNormal(-5.0, 5.0))
+    with pyro.plate("steps", len(y)):
+        step = pyro.sample("step", dist.Normal(0.0, 1.0))
+    with pyro.plate("times", len(y)):
+        pyro.sample("y", dist.Normal((size * step).cumsum(-1), noise), obs=y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_whose_prior_is_next_to_nothing(dtype):
+    torch.set_default_dtype(dtype)
+    torch.manual_seed(0)
+    y = (0.3 * torch.randn(60)).cumsum(0) + 0.2 * torch.randn(60)
+    truth = {"size": torch.tensor([0.3]), "noise": torch.tensor(0.2)}
+    ends = []
+    for placed in (None, init_to_value(values=truth)):
+        guide = AutoCVI(walk, init_loc_fn=placed)
+        result = CVI(walk, guide).run(y)
+        assert result.converged
+        ends.append(result.losses[-1])
+    assert ends[0] == pytest.approx(ends[1], abs=0.02)
+    assert guide.median()["size"].item() > 0.05
