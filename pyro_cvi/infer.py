@@ -49,8 +49,9 @@ from pyro_cvi.prediction import (
     local_posteriors,
     log_predictive,
 )
-from pyro_cvi.running import MORE, USUAL, Best, RunResult, apart, complaint, warn_of
+from pyro_cvi.running import MORE, USUAL, Best, RunResult, apart, complaint, still_gains, warn_of
 from pyro_cvi.saddles import leave_saddle
+from pyro_cvi.start import TOPICS, has_topics
 from pyro_cvi.stopping import Progress
 from pyro_cvi.sweep import Sweeper, is_of, shift_of
 from pyro_cvi.updates import Belief
@@ -403,12 +404,13 @@ class CVI:
 
         Arguments:
             num_steps: at most so many steps. If it is not given, 100, or up to 1,000 for as long as
-                a fit without noise gains.
+                a fit gains (not with subsampling, nor where parameters are learnt).
             num_restarts: fits from this many starts (the first from where the guide is) and keeps the
                 best, by its last loss.
             annealing: (temperature, steps): the first steps maximise E[log p] + T H[q], with T falling
                 geometrically from the temperature to 1, and with a little noise in discrete sites.
-                Topics gain much by it (try (1.5, 20) or slower), mixtures little.
+                If it is not given, topics that start at random take (1.4, 80), or half of `num_steps`;
+                (1, 1) switches that off. Mixtures gain little by it.
         """
         steps = USUAL if num_steps is None else num_steps
         self._check_run(steps, tol, num_restarts, annealing)
@@ -518,9 +520,10 @@ class CVI:
     ) -> RunResult:
         result, progress, best = RunResult(), Progress(options.tol), Best()
         hot, cooling = options.annealing or (1.0, 0)
+        anneals = options.annealing is None and not self._own.is_fitted
         start = time.perf_counter()
         changes, i, escapes, looked = False, 0, 0, False
-        while i < options.steps or (i < options.most and self._may_go_on(progress)):
+        while i < options.steps or (i < options.most and self._may_go_on(progress, result)):
             if i == _HAND_OVER and self._may_join(options):
                 break  # blocks that creep against each other: a joint one may not
             temperature = hot ** (1 - i / cooling) if i < cooling else 1.0
@@ -536,6 +539,8 @@ class CVI:
             loss = self._guarded_step(args, kwargs, unchanged, temperature, progress)
             changes = changes or (i > 0 and plan is not self._own.prepared)
             i = result.add(loss, self._sweeper.error, time.perf_counter() - start)
+            if anneals and i == 1 and self._are_topics:
+                hot, cooling = TOPICS[0], min(TOPICS[1], options.most // 2)
             options.show(loss, progress)
             if self._is_sampled:
                 best.offer(result.losses, self._own.state)
@@ -594,14 +599,21 @@ class CVI:
             result.reason = result.warning or "num_steps reached"
 
     @property
+    def _are_topics(self) -> bool:
+        plan = self._own.plan
+        return not plan.stochastic and has_topics(plan, self._own.located)
+
+    @property
     def _is_sampled(self) -> bool:
         plan = self._own.plan
         return bool(plan.sampled_sites()) and not plan.stochastic and not plan.learns
 
-    def _may_go_on(self, progress: Progress) -> bool:
-        """Whether a fit without noise still gains after the usual number of steps."""
+    def _may_go_on(self, progress: Progress, result: RunResult) -> bool:
+        """Whether a fit still gains after the usual number of steps."""
         prepared = self._own.prepared
-        return prepared is not None and progress.tol > 0 and prepared.plan.is_deterministic
+        if prepared is None or not progress.tol > 0:
+            return False
+        return prepared.plan.is_deterministic or (self._is_sampled and still_gains(result.losses))
 
     def _goes_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Progress, result: RunResult

@@ -15,7 +15,7 @@ from pyro_cvi.graph.prepared import Prepared
 from pyro_cvi.stopping import Progress
 from pyro_cvi.updates import Step
 
-__all__ = ["MORE", "USUAL", "Best", "RunResult", "apart", "complaint", "warn_of"]
+__all__ = ["MORE", "USUAL", "Best", "RunResult", "apart", "complaint", "still_gains", "warn_of"]
 
 USUAL, MORE = 100, 1000
 """Steps of a run that is not told how many: so many, and up to this number for as long as it gains."""
@@ -100,6 +100,16 @@ class Best:
         last = torch.tensor(losses[-_WINDOW:], dtype=torch.float64, device="cpu")
         noise = max(float(last.std()) / math.sqrt(_WINDOW), error)
         return float(last.mean()) > self.loss + 3 * noise + 0.2
+
+
+def still_gains(losses: Sequence[float]) -> bool:
+    """Whether noisy losses fall: those of the last fifth, beside the fifth before, by three errors."""
+    window = max(_WINDOW, len(losses) // 5)
+    if len(losses) < 2 * window:
+        return False
+    pair = torch.tensor(losses[-2 * window :], dtype=torch.float64, device="cpu").reshape(2, -1)
+    before, last = pair.mean(1).tolist()
+    return before - last > 3 * math.sqrt(float(pair.var(1).sum()) / window)
 
 
 def complaint(

@@ -460,10 +460,6 @@ def test_a_scale_to_a_learnt_power_is_not_sampled(centred):
         assert pyro.param("drift_centered").item() != 0.5
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="at the prior's mean, exp(-20), the scale times its innovations has no slope: a saddle",
-)
 def test_a_random_walk_finds_its_scale_from_the_priors_of_the_forecasting_tutorial():
     def model(y):
         scale = pyro.sample("scale", dist.LogNormal(-20.0, 5.0))

@@ -3,7 +3,9 @@
 import math
 
 import pytest
+import torch
 
+from pyro_cvi.running import still_gains
 from pyro_cvi.stopping import Progress
 
 
@@ -204,3 +206,13 @@ def test_steps_that_are_lengthened_in_turns_are_not_the_end():
         progress.add(9.0 - 1e-3 * i + 2e-4 * (i % 4))
         progress.moved = moved
         assert not progress.is_end()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noisy_losses_fall_or_stand(seed):
+    torch.manual_seed(seed)
+    noise = torch.randn(100, dtype=torch.float64)
+    assert not still_gains(noise.tolist())
+    assert still_gains((noise - 0.2 * torch.arange(100)).tolist())
+    assert not still_gains((noise + 0.2 * torch.arange(100)).tolist())
+    assert not still_gains([5.0, 1.0])
