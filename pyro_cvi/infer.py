@@ -31,7 +31,7 @@ from pyro_cvi.errors import CVIError, message
 from pyro_cvi.explain import Report, make_report
 from pyro_cvi.graph.evaluator import Evaluator, is_own
 from pyro_cvi.graph.particles import Particles
-from pyro_cvi.graph.pointed import levels, refine
+from pyro_cvi.graph.pointed import at_points, levels, points_of, refine
 from pyro_cvi.graph.prepared import Prepared, is_stream, prepare
 from pyro_cvi.graph.sampling import Sampler, Sampling, noise_by_site
 from pyro_cvi.graph.symbolic import Call
@@ -207,6 +207,7 @@ class CVI:
         self._pending: dict[str, Tensor] = {}
         self._resumes = False
         self._last, self._has_looked = math.inf, False
+        self._points: dict[str, tuple[int, int]] = {}
         self.loss: Callable[..., float] = (Trace_ELBO() if loss is None else loss).loss
         drawn = loss is not None and self._others is not None
         self._particles: int = loss.num_particles if loss is not None and drawn else 1
@@ -713,6 +714,7 @@ class CVI:
             "sweeper": self._sweeper,
             "baseline": self._baseline,
             "looked": (self._last, self._has_looked),
+            "points": {} if self._own.prepared is None else points_of(self._own.plan),
             "optimiser": None if self.optim is None else self.optim.get_state(),
             "parameters": {
                 n: p.detach().clone()
@@ -740,6 +742,7 @@ class CVI:
         self._own.resume(state["posterior"])
         self._sweeper, self._baseline = state["sweeper"], state["baseline"]
         self._last, self._has_looked = state["looked"]
+        self._points = state["points"]
         self._sweeper.shards = self.shards
         if self.optim is not None and state["optimiser"] is not None:
             self.optim.set_state(state["optimiser"])
@@ -754,7 +757,8 @@ class CVI:
         self._restore_parameters(leaves)
         known = self._own.prepared
         if known is not None and not known.plan.stochastic and not known.plan.learns:
-            self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
+            found = self._own.prepare(model, args, kwargs, chosen, spread=self.shards.plates)
+            self._own.replan(at_points(found.plan, self._points))
         torch.set_rng_state(random)
 
     def _parameters(

@@ -40,8 +40,10 @@ __all__ = [
     "LogDensity",
     "PointFactor",
     "Refined",
+    "at_points",
     "joinable",
     "levels",
+    "points_of",
     "refine",
     "with_points",
 ]
@@ -333,6 +335,22 @@ def _how(how: How, pointed: bool, count: int) -> How:
 def levels(plan: Plan) -> list[int]:
     """How often the points of each factor have been doubled; none without points."""
     return [f.level for f in plan.factors if isinstance(f, PointFactor)]
+
+
+def points_of(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Of each factor with points, by name, how often they have been doubled, and which ones they are."""
+    return {f.name: (f.level, f.seed) for f in plan.factors if isinstance(f, PointFactor)}
+
+
+def at_points(plan: Plan, points: Mapping[str, tuple[int, int]]) -> Plan:
+    """The plan with points as `points_of` another plan of the same model says."""
+    factors = tuple(
+        replace(f, level=points[f.name][0], seed=points[f.name][1])
+        if isinstance(f, PointFactor) and f.name in points
+        else f
+        for f in plan.factors
+    )
+    return replace(plan, factors=factors)
 
 
 class Refined(NamedTuple):
