@@ -1,0 +1,43 @@
+"""Fits of every kind are what they were when `golden.npz` was recorded: bit by bit where that was done.
+
+Where another processor or torch rounds otherwise, within a relative 1e-6: so much may become of rounding
+in steps that accept or retract by comparison. Fits that were saved half-way agree to 1e-10.
+"""
+
+import numpy as np
+import pytest
+import torch
+from golden_fits import FITS, GOLDEN, fitted, machine
+
+RECORDED = dict(np.load(GOLDEN))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(name: str, found: dict[str, torch.Tensor], least: float = 0.0) -> None:
+    wanted = {n.split("/", 1)[1]: x for n, x in RECORDED.items() if n.split("/", 1)[0] == name}
+    assert found.keys() == wanted.keys()
+    for n, x in found.items():
+        error = least if str(RECORDED["where"]) == machine() else 1e-6
+        size = max(1.0, float(np.abs(wanted[n]).max(initial=0.0)))
+        np.testing.assert_allclose(x.numpy(), wanted[n], rtol=error, atol=error * size, err_msg=n)
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_is_what_it_was(name: str) -> None:
+    check(name, fitted(name))
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_that_was_saved_half_way_is_what_it_was(name: str) -> None:
+    check(name, fitted(name, saved=True), least=1e-10)
+
+
+def test_every_recorded_fit_is_one_of_these() -> None:
+    assert {n.split("/", 1)[0] for n in RECORDED} == {"where", *FITS}
