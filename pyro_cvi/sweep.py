@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.acceleration import Anderson, Mixing
+from pyro_cvi.algebra.reason import Cause
 from pyro_cvi.ascent import ascend
 from pyro_cvi.averaging import Averaging
 from pyro_cvi.climb import climb
@@ -815,7 +816,9 @@ class Sweeper:
         """
         if self.time > 0:
             return
-        explosive = any("E exp" in h.reason for f in evaluator.plan.factors for h in f.how.values())
+        explosive = any(
+            h.cause is Cause.EXPONENTIAL for f in evaluator.plan.factors for h in f.how.values()
+        )
         plan = evaluator.plan
         inexact = {b.name for b in plan.blocks if not plan.is_exact(b)}
         elbo = evaluator.elbo()

@@ -50,7 +50,7 @@ def operand_value(o: Operand, read: Reader) -> Tensor:
         return evaluate(o.expression, read).expand(o.shape)
     if isinstance(o, Link):
         return o.function(*(evaluate(a, read) for a in o.arguments)).expand(o.shape)
-    raise OpaqueError(o.reason)
+    raise OpaqueError(o.reason.text)
 
 
 def apply_statistic(stat: Stat, values: Tensor) -> Tensor:

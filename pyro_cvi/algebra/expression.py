@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.budget import Size, size_of_sum, size_of_term
 from pyro_cvi.algebra.contraction import Axes, align, contract, contract_to
+from pyro_cvi.algebra.reason import Reason
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = [
@@ -205,7 +206,7 @@ class Opaque:
     """A value whose dependence on `sites` is unknown, and the reason why."""
 
     names: frozenset[str]
-    reason: str
+    reason: Reason
     shape: tuple[int, ...]
     axes: Axes
 
@@ -364,7 +365,7 @@ def const_operand(tensor: Tensor) -> Const:
     return Const(tensor.reshape(kept), axes)
 
 
-def opaque(sites: Iterable[str], reason: str, shape: Sequence[int]) -> Expression:
+def opaque(sites: Iterable[str], reason: Reason, shape: Sequence[int]) -> Expression:
     """An expression of which only the sites are known."""
     kept, axes = _squeeze(tuple(shape))
     return Expression(

@@ -9,16 +9,17 @@ active `Recorder`, for no rule can follow it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.budget import excess
+from pyro_cvi.algebra.budget import Size, excess
 from pyro_cvi.algebra.collect import collected
 from pyro_cvi.algebra.expression import Expression, as_expression, opaque
+from pyro_cvi.algebra.reason import Cause, Reason
 
 __all__ = [
     "LatentTensor",
@@ -46,8 +47,8 @@ _CONSTANT = {
 }  # fmt: skip
 _FRAMES = 6
 """Of the stack that are looked at, for who calls."""
-NO_GRADIENT = "so that only the score function serves"
-"""The end of the reason of a site through which no pathwise gradient comes."""
+SCORE_ONLY = "so that only the score function serves"
+"""The end of the sentence about a site through which no pathwise gradient comes."""
 _JUMPS = {
     "sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "heaviside", "floor_divide", "frac",
     "fmod", "remainder", "argmax", "argmin", "argsort", "searchsorted", "bucketize", "unique",
@@ -237,7 +238,9 @@ def hidden(x: Tensor, reason: str) -> Tensor:
     """The same value, of which the algebra knows no more than the sites; a plain tensor as it is."""
     if not isinstance(x, LatentTensor):
         return x
-    return LatentTensor.make(plain(x), opaque(x.expression.sites, reason, x.expression.shape))
+    return LatentTensor.make(
+        plain(x), opaque(x.expression.sites, Reason(reason), x.expression.shape)
+    )
 
 
 def latents_in(x: Any) -> Iterator[LatentTensor]:
@@ -293,7 +296,7 @@ def _wrap(key: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     inputs = list(latents_in((*args, kwargs) if kwargs else args))
     why = None
     if isinstance(out, Tensor) or len(inputs) == 1:  # else each result has its own argument
-        why = _hides_all(inputs) or excess([v._expression.size for v in inputs])
+        why = _hides_all(inputs) or _excess([v._expression.size for v in inputs])
     expressions: Any = None
     if rule is not None and why is None and all(isinstance(t, Tensor) for t in tensors):
         expressions = _by_rule(rule, out, args, kwargs)
@@ -326,7 +329,7 @@ def _by_rule(rule: Rule, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
 
 
-def _hides_all(inputs: list[LatentTensor]) -> str | None:
+def _hides_all(inputs: list[LatentTensor]) -> Reason | None:
     """Why no rule could tell more than the sites: all of these are in opaque parts of the inputs.
 
     A factor that reads them is sampled for all of them, whatever else it reads of them.
@@ -338,7 +341,9 @@ def _hides_all(inputs: list[LatentTensor]) -> str | None:
     return parts[0].reason if all(v._expression.sites <= names for v in inputs) else None
 
 
-def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor, known: str | None) -> str:
+def _opaque_reason(
+    key: str, inputs: list[LatentTensor], result: Tensor, known: Reason | None
+) -> Reason:
     """Why a result is opaque; what jumps, or comes from something that does, has no gradient.
 
     Of an operation that has a rule, its inputs are the reason, `known`.
@@ -346,11 +351,11 @@ def _opaque_reason(key: str, inputs: list[LatentTensor], result: Tensor, known: 
     label = key.removeprefix("property_")
     for v in inputs:
         for part in v._expression.opaque:
-            if part.reason.endswith(NO_GRADIENT):
+            if part.reason.cause is Cause.NO_GRADIENT:
                 return part.reason
     if key in _JUMPS or not (result.dtype.is_floating_point or result.dtype.is_complex):
-        return f"'{label}' is constant in steps, {NO_GRADIENT}"
-    return known or f"'{label}' has no rule"
+        return Reason(f"'{label}' is constant in steps, {SCORE_ONLY}", Cause.NO_GRADIENT)
+    return known or Reason(f"'{label}' has no rule")
 
 
 def _rebuild(out: Any, wrapped: list[Any]) -> Any:
@@ -362,6 +367,11 @@ def _rebuild(out: Any, wrapped: list[Any]) -> Any:
         return type(out)(wrapped)  # torch.return_types
     except TypeError:
         return tuple(wrapped)
+
+
+def _excess(sizes: Sequence[Size]) -> Reason | None:
+    found = excess(sizes)
+    return None if found is None else Reason(found)
 
 
 def _is_real(out: Any) -> bool:
@@ -376,7 +386,7 @@ def _attach(t: Any, e: Expression | None) -> Any:
         number = not isinstance(e.constant, Tensor) and not e.terms
         return torch.full_like(t, float(e.constant)) if number else t
     e = collected(e, t)
-    why = "a rule gave a wrong shape" if tuple(t.shape) != e.shape else excess([e.size])
+    why = Reason("a rule gave a wrong shape") if tuple(t.shape) != e.shape else _excess([e.size])
     if why is not None:
         e = opaque(e.sites, why, tuple(t.shape))
     return LatentTensor.make(t, e)

@@ -16,6 +16,7 @@ from pyro_cvi.algebra.evaluate import OpaqueError
 from pyro_cvi.algebra.expression import opaque
 from pyro_cvi.algebra.functions import link
 from pyro_cvi.algebra.latent import LatentTensor, expression_of, latents_in, plain
+from pyro_cvi.algebra.reason import Reason
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = [
@@ -138,7 +139,7 @@ def _without_rule(d: Any, x: Tensor) -> Tensor:
     sites |= sites_inside(d)
     if not sites:
         return value
-    reason = f"{type(d).__name__} has no density rule"
+    reason = Reason(f"{type(d).__name__} has no density rule")
     return LatentTensor.make(value, opaque(sites, reason, tuple(value.shape)))
 
 

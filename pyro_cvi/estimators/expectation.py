@@ -36,8 +36,8 @@ from pyro_cvi.algebra.expression import (
     merge_operands,
     negate,
 )
-from pyro_cvi.algebra.latent import NO_GRADIENT
 from pyro_cvi.algebra.moves import move
+from pyro_cvi.algebra.reason import Cause, Reason
 from pyro_cvi.estimators.affine import Affine, Covariance, NotAffine, compile_affine, flatten
 from pyro_cvi.estimators.collected import collected
 from pyro_cvi.estimators.moments import Moments, Structure, statistic_position
@@ -75,6 +75,7 @@ class How:
 
     kind: str
     reason: str
+    cause: Cause = Cause.PLAIN
 
     @property
     def rank(self) -> int:
@@ -178,12 +179,14 @@ class Expectation:
                 return None
         return found
 
-    def note(self, sites: frozenset[str] | set[str], kind: str, reason: str) -> None:
+    def note(
+        self, sites: frozenset[str] | set[str], kind: str, reason: str, cause: Cause = Cause.PLAIN
+    ) -> None:
         """Record the worst treatment seen for each site."""
-        new = How(kind, reason)
+        new = How(kind, reason, cause)
         for site in sites:
             old = self.how.get(site)
-            jumps = new.kind == "sampled" and reason.endswith(NO_GRADIENT)
+            jumps = new.kind == "sampled" and cause is Cause.NO_GRADIENT
             if old is None or new.rank > old.rank or (new.rank == old.rank and jumps):
                 self.how[site] = new
 
@@ -228,9 +231,10 @@ def _compile_term(t: Term, structure: Structure, result: Expectation, learn: boo
 
 def _note_sampled(operands: list[Operand], result: Expectation, failure: str) -> None:
     for o in operands:
-        result.note(o.sites, "sampled", failure or why_sampled(o))
+        why = Reason(failure) if failure else why_sampled(o)
+        result.note(o.sites, "sampled", why.text, why.cause)
         for part in Term(1.0, (o,)).opaque:
-            result.note(part.sites, "sampled", part.reason)
+            result.note(part.sites, "sampled", part.reason.text, part.reason.cause)
 
 
 def _compile_multiplied_out(
@@ -280,7 +284,7 @@ def _compile_all(
     result.terms += trial.terms
     result.couples = result.couples or trial.couples
     for site, how in trial.how.items():
-        result.note({site}, how.kind, how.reason)
+        result.note({site}, how.kind, how.reason, how.cause)
     return None
 
 
@@ -342,7 +346,8 @@ def _compile_component(
     tilted = _tilted(operands, structure)
     if tilted is not None:
         sites = frozenset().union(*(o.sites for o in operands))
-        result.note(sites, "quadrature", "closed form of E exp times a product, not conjugate")
+        why = "closed form of E exp times a product, not conjugate"
+        result.note(sites, "quadrature", why, Cause.EXPONENTIAL)
         return tilted
     return _quadrature(operands, structure, result, learn)
 
@@ -372,7 +377,7 @@ def _nested(o: Group, structure: Structure, result: Expectation, learn: bool) ->
     if inner.sampled:
         return None
     for site, how in inner.how.items():
-        result.note({site}, how.kind, how.reason)
+        result.note({site}, how.kind, how.reason, how.cause)
     return _Nested(inner, o)
 
 
@@ -640,7 +645,8 @@ def _quadrature(
         closed = _closed_form(operands[0], axes, shape, structure)
         if closed is not None:
             sites = operands[0].sites
-            result.note(sites, "quadrature", "closed form of E exp, not conjugate")
+            why = "closed form of E exp, not conjugate"
+            result.note(sites, "quadrature", why, Cause.EXPONENTIAL)
             return closed
     flat = move(whole, _flatten_cells)
     one = _one_scalar(flat, structure)

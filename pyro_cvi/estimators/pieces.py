@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from pyro_cvi.algebra.expression import Expression, Group, Link, Opaque, Operand, Stat, Term, inside
+from pyro_cvi.algebra.reason import Reason
 
 __all__ = [
     "MOST_PIECES",
@@ -51,7 +52,7 @@ def all_terms(e: Expression) -> list[Term]:
     return result
 
 
-def why_sampled(o: Operand) -> str:
+def why_sampled(o: Operand) -> Reason:
     """What it is in an operand that has no expectation."""
     if isinstance(o, Opaque):
         return o.reason
@@ -64,12 +65,12 @@ def why_sampled(o: Operand) -> str:
             {p.site.name for p in parts if isinstance(p, Stat) and p.site.kind != "real"}
         )
         if others:
-            return f"'{o.name}' of '{others[0]}', which is not Gaussian"
+            return Reason(f"'{o.name}' of '{others[0]}', which is not Gaussian")
         most = MOST_PREDICTORS if o.name == "logsumexp" else "two"
-        return f"'{o.name}' of more than {most} scalar predictors"
+        return Reason(f"'{o.name}' of more than {most} scalar predictors")
     if isinstance(o, Group):
         for t in o.expression.terms:
             for p in t.operands:
                 if isinstance(p, Opaque | Link):
                     return why_sampled(p)
-    return "enters the density in a way that is not conjugate"
+    return Reason("enters the density in a way that is not conjugate")

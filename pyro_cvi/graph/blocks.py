@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.algebra.cumulate import in_innovations
+from pyro_cvi.algebra.reason import Cause, Reason
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
@@ -44,7 +45,7 @@ class GaussianBlock:
 
     sites: tuple[str, ...]
     layout: Layout
-    reason: str
+    reason: Reason
     placement: GaussianPlacement | None = None
     form: Form | None = None
     viewed: Viewed | None = None
@@ -99,7 +100,7 @@ def gaussian_blocks(
         else:
             hidden = drawn.union(*opaque)
             made = _layouts(group, gaussian, near, opaque, max_dense_dim, hidden)
-            lossy = any("max_dense_dim" in b.reason for b in made)
+            lossy = any(b.reason.cause is Cause.TOO_LARGE for b in made)
             if lossy and not any(parts.values()) and not plain & set(group):
                 chain = _viewed(group, latents, factors, max_dense_dim)
                 if chain is not None and chain.viewed is not None:
@@ -116,7 +117,7 @@ def _held(latent: Latent, max_dense_dim: int, parts: tuple[Part, ...]) -> Gaussi
         block = _local([n], alone, [], [], max_dense_dim, parts)
     else:
         (block,) = _layouts([n], alone, [], [], max_dense_dim, frozenset())
-    return replace(block, reason="held at its prior")
+    return replace(block, reason=Reason("held at its prior"))
 
 
 def _diagonal(latent: Latent, parts: tuple[Part, ...]) -> GaussianBlock:
@@ -134,7 +135,9 @@ def _diagonal(latent: Latent, parts: tuple[Part, ...]) -> GaussianBlock:
     count = math.prod(latent.shape)
     layout = Layout.from_components(shapes, torch.arange(count, device=latent.value.device))
     layout = layout or Layout.dense(shapes, latent.value.device)
-    return GaussianBlock((latent.name,), replace(layout, kind="diagonal"), "as infer asks for")
+    return GaussianBlock(
+        (latent.name,), replace(layout, kind="diagonal"), Reason("as infer asks for")
+    )
 
 
 def _joint(latents: Sequence[Latent], parts: Mapping[str, tuple[Part, ...]]) -> list[GaussianBlock]:
@@ -154,7 +157,7 @@ def _joint(latents: Sequence[Latent], parts: Mapping[str, tuple[Part, ...]]) -> 
             )
     layout = Layout.dense({x.name: x.shape for x in latents}, latents[0].value.device)
     reason = "one Gaussian of their unconstrained values: factors that are approximated tie them"
-    return [GaussianBlock(tuple(x.name for x in latents), layout, reason)]
+    return [GaussianBlock(tuple(x.name for x in latents), layout, Reason(reason))]
 
 
 def _local(
@@ -175,7 +178,7 @@ def _local(
         f"{placement.count} of {placement.width} scalars for each element of {names}, on its own"
     )
     layout = placement.layout({p.name: p.size for p in parts})
-    return GaussianBlock(tuple(sites), layout, reason, placement)
+    return GaussianBlock(tuple(sites), layout, Reason(reason), placement)
 
 
 def _viewed(
@@ -201,7 +204,7 @@ def _viewed(
     return GaussianBlock(
         tuple(sites),
         replace(layout, kind=form.kind),
-        form.reason,
+        Reason(form.reason),
         form=form,
         viewed=viewed,
     )
@@ -229,7 +232,7 @@ def _layouts(
     device = gaussian[sites[0]].value.device
     layout, reason = _layout(shapes, couplings, opaque, max_dense_dim, device)
     if layout is not None:
-        return [GaussianBlock(tuple(sites), layout, reason)]
+        return [GaussianBlock(tuple(sites), layout, Reason(reason))]
     if len(sites) > 1:
         # Too large together: as many of the small sites as fit share a block, then the next ones;
         # what is lost is the correlation between these blocks.
@@ -239,8 +242,9 @@ def _layouts(
         for part in (group, rest):
             for block in _layouts(part, gaussian, couplings, opaque, max_dense_dim, drawn):
                 why = block.reason
-                if "max_dense_dim" not in why:
-                    why += f"; with {_others(sites, part)} it would exceed max_dense_dim"
+                if why.cause is not Cause.TOO_LARGE:
+                    beyond = f"; with {_others(sites, part)} it would exceed max_dense_dim"
+                    why = Reason(why.text + beyond, Cause.TOO_LARGE)
                 result.append(GaussianBlock(block.sites, block.layout, why))
         return result
     (site,) = sites
@@ -255,7 +259,7 @@ def _layouts(
         split = replace(split, kind="sliced")
         what = f"{split.count} slices of {split.width}"
     reason = f"{what}: {count} coupled scalars are more than max_dense_dim={max_dense_dim}"
-    return [GaussianBlock(tuple(sites), split, reason)]
+    return [GaussianBlock(tuple(sites), split, Reason(reason, Cause.TOO_LARGE))]
 
 
 def _slices(shape: tuple[int, ...], max_dense_dim: int, device: torch.device) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
 from pyro_cvi.algebra.expression import Expression, opaque
-from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.algebra.latent import SCORE_ONLY
+from pyro_cvi.algebra.reason import Cause, Reason
 from pyro_cvi.densities import digest, law, plain_log_prob
 from pyro_cvi.graph.masked import fill_masked
 from pyro_cvi.graph.symbolic import Factor, Symbolic, is_factor_site
@@ -148,17 +149,18 @@ def _agrees(
 
 
 def _made_opaque(f: Factor, symbolic: Symbolic) -> Factor:
-    reason = "the self-check found a dependence that torch operations did not show"
+    found = "the self-check found a dependence that torch operations did not show"
+    reason = Reason(f"{found}, {SCORE_ONLY}", Cause.NO_GRADIENT)
     written = [n for n in _upstream(f, symbolic) if n in symbolic.recorder.written]
     if written:
         how = symbolic.recorder.written[written[0]]
-        reason = f"the self-check found that '{written[0]}' was written into a tensor by {how}"
-    else:
-        reason = f"{reason}, {NO_GRADIENT}"
+        reason = Reason(
+            f"the self-check found that '{written[0]}' was written into a tensor by {how}"
+        )
     return all_opaque(f, symbolic, reason)
 
 
-def all_opaque(f: Factor, symbolic: Symbolic, reason: str) -> Factor:
+def all_opaque(f: Factor, symbolic: Symbolic, reason: Reason) -> Factor:
     """The factor as an unknown function of every continuous site up to it."""
     sites = _upstream(f, symbolic)
     e = opaque(sites, reason, f.expression.shape)

@@ -383,7 +383,7 @@ def make_blocks(
                     g.sites,
                     GAUSSIAN,
                     g.layout,
-                    g.reason,
+                    g.reason.text,
                     size,
                     g.placement,
                     g.form,
@@ -547,7 +547,11 @@ def _compiled(
     for f, seen in ((m, x) for x in group for m in x.members or (x,)):
         own = _how_by_site(f, seen, expectation.how, structure)
         own = {s: own[s] for s in sorted(own, key=order.__getitem__)}
-        own |= {s: How("sampled", why) for s, why in f.forced.items() if s in structure.block}
+        own |= {
+            s: How("sampled", why.text, why.cause)
+            for s, why in f.forced.items()
+            if s in structure.block
+        }
         blocks |= {structure.block_of(s) for s in own}
         discrete = {s: _how_discrete(by_site[s]) for s in f.enumerated}
         edges += [(f.name, s, h) for s, h in {**own, **discrete}.items()]

@@ -24,7 +24,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.algebra.reason import Cause
 from pyro_cvi.estimators import Expectation, How, Moments
 from pyro_cvi.estimators.nodes import CENTRE, Nodes, fixed_nodes
 from pyro_cvi.families import DIRICHLET, WISHART
@@ -257,7 +257,7 @@ def joinable(plan: Plan, most: int) -> list[frozenset[str]]:
     if plan.stochastic or plan.learns:
         return []
     sampled = [f for f in plan.factors if f.sampled]
-    if any(h.reason.endswith(NO_GRADIENT) for f in sampled for h in f.how.values()):
+    if any(h.cause is Cause.NO_GRADIENT for f in sampled for h in f.how.values()):
         return []
     size = {n: x.value.numel() for n, x in plan.latents.items()}
     every = {s for f in sampled for s in f.how}
@@ -328,8 +328,8 @@ def _point_factor(
 
 def _how(how: How, pointed: bool, count: int) -> How:
     if pointed:
-        return How("points", f"{count} fixed points: {how.reason}")
-    return How("quadrature", f"{how.reason}, given {count} points of others")
+        return How("points", f"{count} fixed points: {how.reason}", how.cause)
+    return How("quadrature", f"{how.reason}, given {count} points of others", how.cause)
 
 
 def levels(plan: Plan) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_cvi.algebra.reason import Reason
 from pyro_cvi.densities import sites_inside
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import BETA, DIRICHLET, Unconstrained
@@ -101,7 +102,7 @@ class Prepared:
     depends: Dependence | None = None
     age: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
-    lost: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, Reason] = field(default_factory=dict)
     key: tuple[Any, ...] | None = None
     call: Call | None = None
     priors: Mapping[str, Known] = field(default_factory=dict)
@@ -250,7 +251,7 @@ def _prepare(
     unchecked, is_read = _run(call)
     if age == 0 or _is_power_of_two(age):
         symbolic, point = _verified(call, unchecked, trace.is_drawn)
-        lost: Mapping[str, str] = _made_opaque(unchecked, symbolic)
+        lost: Mapping[str, Reason] = _made_opaque(unchecked, symbolic)
     else:  # a minibatch, or parameters, like those before: they were checked
         assert previous is not None
         lost = previous.lost
@@ -519,18 +520,18 @@ def _run(call: Call) -> tuple[Symbolic, bool]:
                     "a discrete value",
                 )
             ) from again
-        reason = f"the model raised {type(error).__name__} on symbolic values"
+        reason = Reason(f"the model raised {type(error).__name__} on symbolic values")
         factors = [all_opaque(f, symbolic, reason) for f in symbolic.factors]
         return replace(symbolic, factors=factors), False
 
 
-def _made_opaque(before: Symbolic, after: Symbolic) -> dict[str, str]:
+def _made_opaque(before: Symbolic, after: Symbolic) -> dict[str, Reason]:
     """The factors that a check made opaque, and why."""
     pairs = zip(before.factors, after.factors, strict=True)
-    return {b.name: next(iter(b.forced.values()), "") for a, b in pairs if a is not b}
+    return {b.name: next(iter(b.forced.values()), Reason("")) for a, b in pairs if a is not b}
 
 
-def _lose(symbolic: Symbolic, lost: Mapping[str, str]) -> Symbolic:
+def _lose(symbolic: Symbolic, lost: Mapping[str, Reason]) -> Symbolic:
     """The run with those factors opaque that failed the self-check before."""
     factors = [
         all_opaque(f, symbolic, lost[f.name]) if f.name in lost else f for f in symbolic.factors

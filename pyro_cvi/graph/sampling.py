@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_cvi.algebra.latent import NO_GRADIENT
+from pyro_cvi.algebra.reason import Cause
 from pyro_cvi.distributed import Shards
 from pyro_cvi.families import Natural
 from pyro_cvi.graph.draws import Base, bases, transformed
@@ -132,7 +132,7 @@ class Sampler:
             s
             for f in plan.factors
             for s, h in f.how.items()
-            if h.kind == "sampled" and h.reason.endswith(NO_GRADIENT)
+            if h.kind == "sampled" and h.cause is Cause.NO_GRADIENT
         }
 
     def share_of(self, block: Block) -> float:

@@ -29,7 +29,7 @@ from torch.distributions.transforms import (
 
 from pyro_cvi.algebra.expression import Expression, SiteRef, site_expression
 from pyro_cvi.algebra.latent import (
-    NO_GRADIENT,
+    SCORE_ONLY,
     LatentTensor,
     Recorder,
     expression_of,
@@ -37,6 +37,7 @@ from pyro_cvi.algebra.latent import (
     plain,
     recording,
 )
+from pyro_cvi.algebra.reason import Cause, Reason
 from pyro_cvi.densities import constant_law, digest, log_density, sites_inside
 from pyro_cvi.errors import CVIError, message
 from pyro_cvi.families import (
@@ -132,7 +133,7 @@ class Factor:
     weight: Tensor | float
     enumerated: tuple[str, ...]
     observed: bool
-    forced: Mapping[str, str] = field(default_factory=dict)
+    forced: Mapping[str, Reason] = field(default_factory=dict)
     position: int = 0
     plates: frozenset[str] = frozenset()
     behind: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -296,17 +297,19 @@ class _Symbols(Messenger):
         super().__init__()
         self.latents, self.fixed, self.recorder = latents, fixed, recorder
         self.enumerate_discrete = enumerate_discrete
-        self.forced: dict[str, dict[str, str]] = {}
+        self.forced: dict[str, dict[str, Reason]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["type"] != "sample" or site_is_subsample(msg):
             return
         self.forced[msg["name"]] = {
-            site: f"its value was read by {how}() before this factor, {NO_GRADIENT}"
+            site: Reason(
+                f"its value was read by {how}() before this factor, {SCORE_ONLY}", Cause.NO_GRADIENT
+            )
             for site, how in self.recorder.read.items()
         }
         for site, how in self.recorder.written.items():
-            why = f"it was written into a tensor by {how} before this factor"
+            why = Reason(f"it was written into a tensor by {how} before this factor")
             self.forced[msg["name"]].setdefault(site, why)
         if msg["is_observed"] or msg["name"] not in self.latents:
             return
@@ -760,7 +763,7 @@ def _factor(
     site: Any,
     latents: Mapping[str, Latent],
     position: int,
-    forced: Mapping[str, str],
+    forced: Mapping[str, Reason],
     fixed: Mapping[str, Tensor],
     depends: frozenset[str] | None,
 ) -> Factor:

@@ -222,6 +222,8 @@ FITS: dict[str, Fit] = {
     "exact": Fit(alone(linear)),
     "quadrature": Fit(alone(logistic)),
     "diagonal": Fit(alone(wide)),
+    "split": Fit(alone(linear, max_dense_dim=4)),
+    "split, in a view": Fit(alone(chain, max_dense_dim=8)),
     "local latents": Fit(alone(varying)),
     "points": Fit(alone(pointed)),
     "sampled": Fit(alone(sampled)),

@@ -9,6 +9,9 @@ import pytest
 import torch
 from golden_fits import FITS, GOLDEN, fitted, machine
 
+from pyro_cvi.algebra.reason import Reason
+from pyro_cvi.estimators.expectation import How
+
 RECORDED = dict(np.load(GOLDEN))
 
 
@@ -41,3 +44,17 @@ def test_a_fit_that_was_saved_half_way_is_what_it_was(name: str) -> None:
 
 def test_every_recorded_fit_is_one_of_these() -> None:
     assert {n.split("/", 1)[0] for n in RECORDED} == {"where", *FITS}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_sentences_of_the_report_change_no_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code acts on causes; the words are free."""
+
+    def reworded(self: Reason | How, *args: object, **kwargs: object) -> None:
+        original[type(self)](self, *args, **kwargs)
+        object.__setattr__(self, "text" if isinstance(self, Reason) else "reason", "other words")
+
+    original = {Reason: Reason.__init__, How: How.__init__}
+    for law in original:
+        monkeypatch.setattr(law, "__init__", reworded)
+    check(name, fitted(name))
