@@ -167,12 +167,10 @@ class Heights(ABC):
         """Say what was not as it should be."""
         if not design.ends:
             raise CVIError(
-                message(
-                    self._where,
-                    "their density does not die out where the lattice had to end",
-                    "a proper posterior on the unconstrained scale",
-                    "give them proper priors; a scale whose prior is 1 / s has no posterior near zero",
-                )
+                self._where,
+                "their density does not die out where the lattice had to end",
+                "a proper posterior on the unconstrained scale",
+                "give them proper priors; a scale whose prior is 1 / s has no posterior near zero",
             )
         good = [p for p in design.evaluated if p.state is not None]
         top = max(p.height for p in good)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 
 __all__ = ["Shards"]
 
@@ -35,12 +35,11 @@ class Shards:
         names = [plates] if isinstance(plates, str) else list(plates)
         if names and not (dist.is_available() and dist.is_initialized()):
             raise CVIError(
-                message(
-                    f"shards={names}", "torch.distributed has no process group",
-                    "one process for each part of the data, in a group",
-                    'call torch.distributed.init_process_group("gloo") first, and start by torchrun',
-                )
-            )  # fmt: skip
+                f"shards={names}",
+                "torch.distributed has no process group",
+                "one process for each part of the data, in a group",
+                'call torch.distributed.init_process_group("gloo") first, and start by torchrun',
+            )
         return Shards(frozenset(names))
 
     def hold(self, plates: frozenset[str]) -> bool:

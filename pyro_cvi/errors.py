@@ -17,8 +17,24 @@ __all__ = [
 ]
 
 
+def message(where: str, found: str, expected: str, remedy: str) -> str:
+    """One sentence a part: where, what was found, what was expected, what to write instead."""
+    return f"{where}: {found}. Expected: {expected}. Instead: {remedy}."
+
+
 class CVIError(ValueError):
-    """Something in the model, its data or the call cannot be used; the fitted state is unchanged."""
+    """Something in the model, its data or the call cannot be used; the fitted state is unchanged.
+
+    Arguments:
+        where: the site, argument or call; alone, a whole sentence about an argument.
+        found: what was there.
+        expected: what would have served.
+        instead: what to write.
+    """
+
+    def __init__(self, where: str, found: str = "", expected: str = "", instead: str = "") -> None:
+        super().__init__(message(where, found, expected, instead) if found else where)
+        self.where, self.found, self.expected, self.instead = where, found, expected, instead
 
 
 class ModelError(CVIError, RuntimeError):
@@ -33,11 +49,6 @@ class ConvergenceWarning(CVIWarning):
     """A run has ended, and not, or not for sure, at an optimum."""
 
 
-def message(where: str, found: str, expected: str, remedy: str) -> str:
-    """One sentence a part: where, what was found, what was expected, what to write instead."""
-    return f"{where}: {found}. Expected: {expected}. Instead: {remedy}."
-
-
 def check_names(
     where: str, names: Iterable[str], known: Iterable[str], what: str, remedy: str
 ) -> None:
@@ -45,7 +56,7 @@ def check_names(
     among = set(known)
     unknown = sorted(set(names) - among)
     if unknown:
-        raise CVIError(message(where, f"{what} '{unknown[0]}'", f"some of {sorted(among)}", remedy))
+        raise CVIError(where, f"{what} '{unknown[0]}'", f"some of {sorted(among)}", remedy)
 
 
 def imported(module: str, extra: str, where: str) -> Any:

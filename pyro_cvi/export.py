@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_factor, site_is_subsample
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, imported, message
+from pyro_cvi.errors import CVIError, imported
 from pyro_cvi.infer import RunResult
 from pyro_cvi.integrate import IntegratedPosterior
 
@@ -151,22 +151,20 @@ def _dataset(
 def _model_of(guide: Any, model: Callable[..., Any] | None) -> Callable[..., Any]:
     if not isinstance(guide, AutoGuide | IntegratedPosterior):
         raise CVIError(
-            message(
-                "to_arviz", f"a {type(guide).__name__}",
-                "an AutoCVI, HybridGuide or IntegratedPosterior",
-                "to_arviz(cvi.guide, *args)",
-            )
-        )  # fmt: skip
+            "to_arviz",
+            f"a {type(guide).__name__}",
+            "an AutoCVI, HybridGuide or IntegratedPosterior",
+            "to_arviz(cvi.guide, *args)",
+        )
     if model is not None:
         return model
     if isinstance(guide, IntegratedPosterior):
         raise CVIError(
-            message(
-                "to_arviz", "an IntegratedPosterior, which does not hold its model",
-                "the model beside it",
-                "to_arviz(posterior, *args, model=model)",
-            )
-        )  # fmt: skip
+            "to_arviz",
+            "an IntegratedPosterior, which does not hold its model",
+            "the model beside it",
+            "to_arviz(posterior, *args, model=model)",
+        )
     return guide.model
 
 

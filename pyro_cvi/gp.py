@@ -27,7 +27,7 @@ from pyro.nn.module import pyro_method
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.guide import AutoCVI
 
 __all__ = ["GaussianProcess"]
@@ -87,23 +87,21 @@ class GaussianProcess:
         self.is_sparse = isinstance(gp, VariationalSparseGP)
         if not isinstance(gp, VariationalGP | VariationalSparseGP):
             raise CVIError(
-                message(
-                    "GaussianProcess", f"a {type(gp).__name__}",
-                    "a VariationalGP or VariationalSparseGP of pyro.contrib.gp",
-                    "train GPRegression and SparseGPRegression by pyro.contrib.gp.util.train: they have "
-                    "no latent, their posterior is a closed form",
-                )
-            )  # fmt: skip
+                "GaussianProcess",
+                f"a {type(gp).__name__}",
+                "a VariationalGP or VariationalSparseGP of pyro.contrib.gp",
+                "train GPRegression and SparseGPRegression by pyro.contrib.gp.util.train: they have "
+                "no latent, their posterior is a closed form",
+            )
         if batch_size is not None and not (
             self.is_sparse and isinstance(batch_size, int) and batch_size > 0
         ):
             raise CVIError(
-                message(
-                    "GaussianProcess", f"batch_size={batch_size!r} for a {type(gp).__name__}",
-                    "a positive number of rows, for a VariationalSparseGP",
-                    "leave batch_size out, or use inducing inputs",
-                )
-            )  # fmt: skip
+                "GaussianProcess",
+                f"batch_size={batch_size!r} for a {type(gp).__name__}",
+                "a positive number of rows, for a VariationalSparseGP",
+                "leave batch_size out, or use inducing inputs",
+            )
         _check_names(gp)
         self.observe = _observed_by(gp.likelihood) if observe is None else observe
         self.by_class = observe is None and isinstance(gp.likelihood, MultiClass)
@@ -111,12 +109,10 @@ class GaussianProcess:
             for name, (kind, _) in getattr(module, "_guides", {}).items():
                 if kind is not dist.Delta:
                     raise CVIError(
-                        message(
-                            f"parameter '{name}' of {type(module).__name__}",
-                            f"an autoguide of its own, {kind.__name__}",
-                            "a prior (PyroSample) and no call of `autoguide`",
-                            "leave `autoguide` out: CVI finds the posterior, `store` sets its median",
-                        )
+                        f"parameter '{name}' of {type(module).__name__}",
+                        f"an autoguide of its own, {kind.__name__}",
+                        "a prior (PyroSample) and no call of `autoguide`",
+                        "leave `autoguide` out: CVI finds the posterior, `store` sets its median",
                     )
 
     @property
@@ -130,11 +126,11 @@ class GaussianProcess:
         X, y = self.gp.X if X is None else X, self.gp.y if y is None else y
         if y is None:
             raise CVIError(
-                message(
-                    "GaussianProcess", "no data y", "data to fit to",
-                    "give y to the Gaussian process or to the model; predict by gp(Xnew)",
-                )
-            )  # fmt: skip
+                "GaussianProcess",
+                "no data y",
+                "data to fit to",
+                "give y to the Gaussian process or to the model; predict by gp(Xnew)",
+            )
         draw = pyro_method(_sparse if self.is_sparse else _full)
         with ExitStack() as stack:
             if not self.learn:
@@ -200,13 +196,12 @@ def _check_names(gp: Any) -> None:
         name = f"{gp._pyro_name}.{name}" if gp._pyro_name else name
         if name in store and store[name].unconstrained() is not leaf:
             raise CVIError(
-                message(
-                    f"parameter '{name}'", "another object has a parameter of this name, whose value it "
-                    "would take over", "names of their own for the parameters of each Gaussian process",
-                    "pyro.clear_param_store() if the other one is done with, or hold both in one "
-                    "PyroModule",
-                )
-            )  # fmt: skip
+                f"parameter '{name}'",
+                "another object has a parameter of this name, whose value it would take over",
+                "names of their own for the parameters of each Gaussian process",
+                "pyro.clear_param_store() if the other one is done with, or hold both in one "
+                "PyroModule",
+            )
 
 
 class _Constants(Messenger):
@@ -235,12 +230,11 @@ def _observed_by(likelihood: Likelihood) -> Observe:
     if isinstance(likelihood, Poisson):
         return lambda f: dist.Poisson(likelihood.response_function(f))
     raise CVIError(
-        message(
-            "GaussianProcess", f"a likelihood {type(likelihood).__name__}",
-            "Binary, Gaussian, MultiClass or Poisson",
-            "pass observe=lambda f: ..., the distribution of the data given f",
-        )
-    )  # fmt: skip
+        "GaussianProcess",
+        f"a likelihood {type(likelihood).__name__}",
+        "Binary, Gaussian, MultiClass or Poisson",
+        "pass observe=lambda f: ..., the distribution of the data given f",
+    )
 
 
 def _root(gp: Any, inputs: Tensor) -> Tensor:

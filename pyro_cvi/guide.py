@@ -119,13 +119,11 @@ class AutoCVI(AutoGuide):
         """The model; a guide that was unpickled gets it back from the first CVI it is given to."""
         if self._model[0] is None:
             raise CVIError(
-                message(
-                    "AutoCVI",
-                    "a guide that was unpickled does not hold its model",
-                    "the model beside it",
-                    "CVI(model, guide).step(*args) goes on fitting; posterior, median, quantiles and "
-                    "sampling work as they are",
-                )
+                "AutoCVI",
+                "a guide that was unpickled does not hold its model",
+                "the model beside it",
+                "CVI(model, guide).step(*args) goes on fitting; posterior, median, quantiles and "
+                "sampling work as they are",
             )
         model: Callable[..., Any] = self._model[0]
         return model
@@ -203,12 +201,10 @@ class AutoCVI(AutoGuide):
     def _need(self, what: str) -> Prepared:
         if self._prepared is None:
             raise CVIError(
-                message(
-                    "AutoCVI",
-                    f"{what} was asked for before the guide has seen data",
-                    "one call of CVI.step, CVI.run or the guide first",
-                    "cvi.step(*args) before this",
-                )
+                "AutoCVI",
+                f"{what} was asked for before the guide has seen data",
+                "one call of CVI.step, CVI.run or the guide first",
+                "cvi.step(*args) before this",
             )
         return self._prepared
 
@@ -404,12 +400,10 @@ class AutoCVI(AutoGuide):
             )
             if found != latent.shape:
                 raise CVIError(
-                    message(
-                        f"latent site '{name}'",
-                        f"shape {latent.shape} in this part of the AutoGuideList, {found} in its model",
-                        "parts of one model",
-                        "AutoCVI(poutine.block(model, expose=[...])) with the model of the list",
-                    )
+                    f"latent site '{name}'",
+                    f"shape {latent.shape} in this part of the AutoGuideList, {found} in its model",
+                    "parts of one model",
+                    "AutoCVI(poutine.block(model, expose=[...])) with the model of the list",
                 )
 
     def _check_loaded(self, buffers: Mapping[str, Tensor]) -> None:
@@ -417,12 +411,10 @@ class AutoCVI(AutoGuide):
         wanted = {n: tuple(t.shape) for n, t in buffers.items()}
         if loaded != wanted:
             raise CVIError(
-                message(
-                    "AutoCVI",
-                    f"the state that was loaded holds {loaded}",
-                    f"{wanted}, which is the posterior of this model",
-                    "load it into a guide of the same model, max_dense_dim and size of data",
-                )
+                "AutoCVI",
+                f"the state that was loaded holds {loaded}",
+                f"{wanted}, which is the posterior of this model",
+                "load it into a guide of the same model, max_dense_dim and size of data",
             )
 
     @property
@@ -634,12 +626,10 @@ class AutoCVI(AutoGuide):
         if block is None or block.layout is None or len(blocks) != 1:
             kinds = {s: self.block_of(s).structure for s in names}
             raise CVIError(
-                message(
-                    f"joint({names!r})",
-                    f"these sites have the structures {kinds} in {len(blocks)} blocks",
-                    "sites of one Gaussian block",
-                    "ask for each site's own marginal with posterior(name); explain() lists the blocks",
-                )
+                f"joint({names!r})",
+                f"these sites have the structures {kinds} in {len(blocks)} blocks",
+                "sites of one Gaussian block",
+                "ask for each site's own marginal with posterior(name); explain() lists the blocks",
             )
         if len(set(names)) != len(names):
             raise CVIError(f"joint({names!r}): a site is named twice; name each once")
@@ -652,12 +642,10 @@ class AutoCVI(AutoGuide):
         plan = self._need(f"the posterior of '{site}'").plan.whole
         if site not in plan.latents:
             raise CVIError(
-                message(
-                    f"site '{site}'",
-                    "no such latent",
-                    f"one of {sorted(plan.latents)}",
-                    "check the name in the model's pyro.sample statements",
-                )
+                f"site '{site}'",
+                "no such latent",
+                f"one of {sorted(plan.latents)}",
+                "check the name in the model's pyro.sample statements",
             )
         return plan.block_of(site)
 
@@ -833,12 +821,10 @@ def _check_indices(name: str, plate: Any, index: Tensor) -> None:
     found, wanted = torch.as_tensor(plate.indices), torch.as_tensor(index)
     if not torch.equal(found.cpu(), wanted.cpu()):
         raise CVIError(
-            message(
-                f"plate '{name}'",
-                "create_plates gave other indices than the model's own `subsample=`",
-                "the same indices in model and guide",
-                "pass the same index tensor to both, or leave create_plates out",
-            )
+            f"plate '{name}'",
+            "create_plates gave other indices than the model's own `subsample=`",
+            "the same indices in model and guide",
+            "pass the same index tensor to both, or leave create_plates out",
         )
 
 
@@ -908,13 +894,11 @@ def _mark_name(block: Block) -> str:
 
 def _other_data(block: Block) -> CVIError:
     return CVIError(
-        message(
-            f"block '{block.name}'",
-            f"its posterior is held as a {block.structure} over the data of the fit; these are others",
-            "the data of the fit",
-            "use CVI.log_predictive or pyro.infer.Predictive for other rows, and give a loaded guide "
-            "the data that it was fitted to first; step and run adapt it to new data",
-        )
+        f"block '{block.name}'",
+        f"its posterior is held as a {block.structure} over the data of the fit; these are others",
+        "the data of the fit",
+        "use CVI.log_predictive or pyro.infer.Predictive for other rows, and give a loaded guide "
+        "the data that it was fitted to first; step and run adapt it to new data",
     )
 
 

@@ -27,7 +27,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_cvi.distributed import Shards
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.graph.evaluator import Evaluator
 from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.symbolic import frames_around, full_size, plates_around
@@ -95,12 +95,10 @@ class HybridGuide(AutoGuideList):
                 known = {n: x.detach() for n, x in result.items()}
                 if self.model is None:
                     raise CVIError(
-                        message(
-                            "HybridGuide",
-                            "it was loaded without a model, and draws sites of rows given the others",
-                            "the model",
-                            "make a CVI(model, guide) first",
-                        )
+                        "HybridGuide",
+                        "it was loaded without a model, and draws sites of rows given the others",
+                        "the model",
+                        "make a CVI(model, guide) first",
                     )
                 _check_single(own, outside)
                 given = poutine.condition(self.model, data=known)
@@ -164,12 +162,10 @@ def _check_pickled(function: Callable[..., Any]) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as e:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise CVIError(
-            message(
-                "HybridGuide",
-                f"a part that cannot be pickled, '{name}' ({e})",
-                "a function at the top level of a module, or a torch.nn.Module",
-                "move it there, or save the fit by CVI.save, or the guide's state_dict()",
-            )
+            "HybridGuide",
+            f"a part that cannot be pickled, '{name}' ({e})",
+            "a function at the top level of a module, or a torch.nn.Module",
+            "move it there, or save the fit by CVI.save, or the guide's state_dict()",
         ) from e
 
 
@@ -184,13 +180,11 @@ def _check_single(own: AutoCVI, outside: frozenset[str]) -> None:
     known = {n for x in own.plan.latents.values() for n, *_ in x.plates}
     if outside - known:
         raise CVIError(
-            message(
-                "HybridGuide",
-                f"a call inside of plate '{min(outside - known)}', for many draws at once, where sites "
-                "of AutoCVI in the plates of other guides are fitted to each draw",
-                "one draw in each call",
-                "Predictive(model, guide=guide, num_samples=..., parallel=False)",
-            )
+            "HybridGuide",
+            f"a call inside of plate '{min(outside - known)}', for many draws at once, where sites "
+            "of AutoCVI in the plates of other guides are fitted to each draw",
+            "one draw in each call",
+            "Predictive(model, guide=guide, num_samples=..., parallel=False)",
         )
 
 
@@ -200,23 +194,19 @@ def split(guide: Any) -> tuple[AutoCVI, AutoGuideList | None]:
         return guide, None
     if not isinstance(guide, AutoGuideList):
         raise CVIError(
-            message(
-                "CVI",
-                f"the guide is a {type(guide).__name__}",
-                "an AutoCVI, or an AutoGuideList with one for some of the sites",
-                "CVI(model, AutoCVI(model)), or a pyro_cvi.HybridGuide to which it and the others are "
-                "appended; pyro.infer.SVI serves other guides",
-            )
+            "CVI",
+            f"the guide is a {type(guide).__name__}",
+            "an AutoCVI, or an AutoGuideList with one for some of the sites",
+            "CVI(model, AutoCVI(model)), or a pyro_cvi.HybridGuide to which it and the others are "
+            "appended; pyro.infer.SVI serves other guides",
         )
     own = [p for p in guide if isinstance(p, AutoCVI)]
     if len(own) != 1:
         raise CVIError(
-            message(
-                "CVI",
-                f"an AutoGuideList with {len(own)} parts that are AutoCVI",
-                "one such part, for all sites that no other part has",
-                'AutoCVI(poutine.block(model, hide=["names", "of", "the", "others"]))',
-            )
+            "CVI",
+            f"an AutoGuideList with {len(own)} parts that are AutoCVI",
+            "one such part, for all sites that no other part has",
+            'AutoCVI(poutine.block(model, hide=["names", "of", "the", "others"]))',
         )
     return own[0], guide
 
@@ -391,12 +381,10 @@ def _settled(
     noisy = plan.noisy() & {b.name for b in local}
     if noisy:
         raise CVIError(
-            message(
-                f"latent site '{min(noisy)}'",
-                "given the other guides its message can only be sampled",
-                "sites of AutoCVI with exact messages or quadrature in the plates of other guides",
-                "leave this site to another guide",
-            )
+            f"latent site '{min(noisy)}'",
+            "given the other guides its message can only be sampled",
+            "sites of AutoCVI with exact messages or quadrature in the plates of other guides",
+            "leave this site to another guide",
         )
     for block in plan.blocks:
         if block not in local:

@@ -172,19 +172,19 @@ class CVI:
             beside.take(model)
         if optim is not None and not isinstance(optim, PyroOptim):
             raise CVIError(
-                message(
-                    "CVI", f"optim is a {type(optim).__name__}", "a pyro.optim.PyroOptim or None",
-                    'pyro.optim.Adam({"lr": 0.01}); it is for pyro.param only',
-                )
-            )  # fmt: skip
+                "CVI",
+                f"optim is a {type(optim).__name__}",
+                "a pyro.optim.PyroOptim or None",
+                'pyro.optim.Adam({"lr": 0.01}); it is for pyro.param only',
+            )
         if loss is not None and type(loss) not in _LOSSES:
             names = ", ".join(c.__name__ for c in _LOSSES)
             raise CVIError(
-                message(
-                    "CVI", f"the loss is {type(loss).__name__}", f"the ELBO ({names}) or None",
-                    "leave loss out; CVI maximises the ELBO and no other bound",
-                )
-            )  # fmt: skip
+                "CVI",
+                f"the loss is {type(loss).__name__}",
+                f"the ELBO ({names}) or None",
+                "leave loss out; CVI maximises the ELBO and no other bound",
+            )
         if minibatch not in ("stored", "stochastic"):
             raise CVIError(f"minibatch is {minibatch!r}; expected 'stored' or 'stochastic'")
         if not (delay >= 0 and 0.5 < forget <= 1):
@@ -734,11 +734,11 @@ class CVI:
         state = torch.load(file, weights_only=False)
         if not isinstance(state, dict) or "sweeper" not in state:
             raise CVIError(
-                message(
-                    "CVI.load", "a file that CVI.save has not written", "the state of a CVI",
-                    "guide.load_state_dict(torch.load(file)) for the state_dict of a guide",
-                )
-            )  # fmt: skip
+                "CVI.load",
+                "a file that CVI.save has not written",
+                "the state of a CVI",
+                "guide.load_state_dict(torch.load(file)) for the state_dict of a guide",
+            )
         self._own.resume(state["posterior"])
         self._sweeper, self._baseline = state["sweeper"], state["baseline"]
         self._last, self._has_looked = state["looked"]
@@ -786,13 +786,11 @@ class CVI:
         shapes = {n: tuple(p.shape) for n, p in shared.items()}
         if self.shards.differ(zlib.crc32(repr(shapes).encode())):
             raise CVIError(
-                message(
-                    f"shards={sorted(self.shards.plates)}",
-                    f"other processes have other parameters than {shapes}",
-                    "the same parameters and shapes in all processes, but for those of single elements",
-                    "give parameters of elements their event_dim, inside of the plate: "
-                    'pyro.param("loc", torch.zeros(len(x)), event_dim=0)',
-                )
+                f"shards={sorted(self.shards.plates)}",
+                f"other processes have other parameters than {shapes}",
+                "the same parameters and shapes in all processes, but for those of single elements",
+                "give parameters of elements their event_dim, inside of the plate: "
+                'pyro.param("loc", torch.zeros(len(x)), event_dim=0)',
             )
         with torch.no_grad():
             for p, first in zip(
@@ -806,11 +804,11 @@ class CVI:
         missing = sorted(set(pending) - set(leaves))
         if missing:
             raise CVIError(
-                message(
-                    f"parameter '{missing[0]}'", "it was saved, and the model does not have it",
-                    f"one of {sorted(leaves)}", "load into a CVI of the same model and guides",
-                )
-            )  # fmt: skip
+                f"parameter '{missing[0]}'",
+                "it was saved, and the model does not have it",
+                f"one of {sorted(leaves)}",
+                "load into a CVI of the same model and guides",
+            )
         with torch.no_grad():
             for name, value in pending.items():
                 leaves[name].copy_(value)
@@ -943,13 +941,12 @@ class CVI:
         sampled = sorted(prepared.plan.sampled_sites())
         if self._particles > 1 and sampled:
             raise CVIError(
-                message(
-                    "CVI", f"loss has num_particles={self._particles}, and {sampled[:3]} are sampled",
-                    "one draw of the other guides a step where factors of AutoCVI's sites are sampled",
-                    "CVI(model, guide, num_samples=...) for more draws of these sites, and "
-                    "num_particles=1",
-                )
-            )  # fmt: skip
+                "CVI",
+                f"loss has num_particles={self._particles}, and {sampled[:3]} are sampled",
+                "one draw of the other guides a step where factors of AutoCVI's sites are sampled",
+                "CVI(model, guide, num_samples=...) for more draws of these sites, and "
+                "num_particles=1",
+            )
 
     def _given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Window
@@ -980,44 +977,39 @@ class CVI:
         unknown = sorted(self.shards.plates - set(prepared.sizes))
         if unknown:
             raise CVIError(
-                message(
-                    where, f"the model has no plate {unknown[:1]}",
-                    f"one of {sorted(prepared.sizes)}", "name the plate of the rows",
-                )
-            )  # fmt: skip
+                where,
+                f"the model has no plate {unknown[:1]}",
+                f"one of {sorted(prepared.sizes)}",
+                "name the plate of the rows",
+            )
         own = {b.name for b in plan.blocks if is_own(plan, self.shards, b)}
         joined = [f for f in plan.factors if f.blocks & own and not self.shards.hold(f.plates)]
         if joined:
             raise CVIError(
-                message(
-                    f"factor '{joined[0].name}'",
-                    f"it is outside of the plates {where}, and reads {sorted(joined[0].blocks & own)} "
-                    "inside of them, of which other processes have other elements",
-                    "factors of single elements",
-                    "put its statement inside of the plate, or fit in one process",
-                )
+                f"factor '{joined[0].name}'",
+                f"it is outside of the plates {where}, and reads {sorted(joined[0].blocks & own)} "
+                "inside of them, of which other processes have other elements",
+                "factors of single elements",
+                "put its statement inside of the plate, or fit in one process",
             )
         parts = [(b.name, b.family.name, b.structure) for b in plan.blocks]
         how = [(f.name, sorted((s, h.kind) for s, h in f.how.items())) for f in plan.factors]
         if self.shards.differ(zlib.crc32(repr((parts, how)).encode())):
             raise CVIError(
-                message(
-                    where, "the model has another plan in other processes",
-                    "one model, of which only the elements of these plates differ",
-                    "compare print(pyro_cvi.explain(model, *args)) of the processes",
-                )
-            )  # fmt: skip
+                where,
+                "the model has another plan in other processes",
+                "one model, of which only the elements of these plates differ",
+                "compare print(pyro_cvi.explain(model, *args)) of the processes",
+            )
 
     def _alone(self, what: str) -> AutoCVI:
         """CVI's own guide, where it is the only one."""
         if self._others is not None:
             raise CVIError(
-                message(
-                    f"CVI.{what}",
-                    "some sites belong to other guides than AutoCVI",
-                    "one AutoCVI of all sites",
-                    "use pyro.infer.Predictive(model, guide=cvi.guide)",
-                )
+                f"CVI.{what}",
+                "some sites belong to other guides than AutoCVI",
+                "one AutoCVI of all sites",
+                "use pyro.infer.Predictive(model, guide=cvi.guide)",
             )
         return self._own
 
@@ -1130,14 +1122,12 @@ class CVI:
     def _check_params(self, prepared: Prepared) -> None:
         if prepared.parameters and self.optim is None:
             raise CVIError(
-                message(
-                    "CVI",
-                    "the model, or a guide beside AutoCVI, has pyro.param values (or module parameters) "
-                    "that require gradients",
-                    "an optimiser for them",
-                    'pass optim=pyro.optim.Adam({"lr": 0.01}), or switch requires_grad off to hold '
-                    "them fixed",
-                )
+                "CVI",
+                "the model, or a guide beside AutoCVI, has pyro.param values (or module parameters) "
+                "that require gradients",
+                "an optimiser for them",
+                'pass optim=pyro.optim.Adam({"lr": 0.01}), or switch requires_grad off to hold '
+                "them fixed",
             )
 
     def _learn(
@@ -1186,12 +1176,10 @@ class CVI:
         for name, g in zip(prepared.parameters, grads, strict=True):
             if g is not None and not all_finite(g):
                 raise CVIError(
-                    message(
-                        f"parameter '{name}'",
-                        "the gradient of the bound is not finite",
-                        "finite gradients, else the optimiser would spoil the parameter for good",
-                        "check the model at the present values of its parameters",
-                    )
+                    f"parameter '{name}'",
+                    "the gradient of the bound is not finite",
+                    "finite gradients, else the optimiser would spoil the parameter for good",
+                    "check the model at the present values of its parameters",
                 )
         for p, g in zip(leaves, grads, strict=True):
             p.grad = torch.zeros_like(p) if g is None else -g

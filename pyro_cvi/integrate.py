@@ -158,9 +158,11 @@ def _check_call(cvi: CVI, sites: tuple[str, ...], num_points: int) -> None:
     where = f"integrate({list(sites)})"
     if not isinstance(cvi, CVI):
         raise CVIError(
-            message(where, f"the first argument is a {type(cvi).__name__}", "a CVI",
-                    "cvi = CVI(model, AutoCVI(model)); cvi.run(*args); integrate(cvi, sites, *args)")
-        )  # fmt: skip
+            where,
+            f"the first argument is a {type(cvi).__name__}",
+            "a CVI",
+            "cvi = CVI(model, AutoCVI(model)); cvi.run(*args); integrate(cvi, sites, *args)",
+        )
     if (
         isinstance(num_points, bool)
         or not isinstance(num_points, int)
@@ -170,9 +172,11 @@ def _check_call(cvi: CVI, sites: tuple[str, ...], num_points: int) -> None:
         raise CVIError(f"num_points is {num_points!r}; expected an even integer of at least 16")
     if not isinstance(cvi.guide, AutoCVI):
         raise CVIError(
-            message(where, f"the guide is a {type(cvi.guide).__name__}", "one AutoCVI of all sites",
-                    "integrate a model that has no other guides")
-        )  # fmt: skip
+            where,
+            f"the guide is a {type(cvi.guide).__name__}",
+            "one AutoCVI of all sites",
+            "integrate a model that has no other guides",
+        )
     if not sites or len(set(sites)) != len(sites) or not all(isinstance(s, str) for s in sites):
         raise CVIError(f"{where}: expected the names of one or more sites, each once")
 
@@ -193,16 +197,18 @@ def _check_fit(cvi: CVI, sites: tuple[str, ...]) -> None:
     assert prepared is not None
     if prepared.plan.stochastic or prepared.parts:
         raise CVIError(
-            message(where, f"plates {sorted(prepared.parts) or 'of the model'} are subsampled",
-                    "a bound over all of the data, of which the weights are made",
-                    "fit without subsampling")
-        )  # fmt: skip
+            where,
+            f"plates {sorted(prepared.parts) or 'of the model'} are subsampled",
+            "a bound over all of the data, of which the weights are made",
+            "fit without subsampling",
+        )
     if prepared.plan.learns:
         raise CVIError(
-            message(where, "the model has pyro.param values that require gradients",
-                    "a model without parameters to learn",
-                    "switch requires_grad off to hold them, or give them priors")
-        )  # fmt: skip
+            where,
+            "the model has pyro.param values that require gradients",
+            "a model without parameters to learn",
+            "switch requires_grad off to hold them, or give them priors",
+        )
 
 
 def _check_sites(cvi: CVI, sites: tuple[str, ...], trace: poutine.Trace) -> None:
@@ -219,16 +225,19 @@ def _check_sites(cvi: CVI, sites: tuple[str, ...], trace: poutine.Trace) -> None
             found = "no such site"
         if found is not None:
             raise CVIError(
-                message(f"site '{site}'", found, f"continuous latents: {continuous}",
-                        "name a few of these, scales or precisions above all")
-            )  # fmt: skip
+                f"site '{site}'",
+                found,
+                f"continuous latents: {continuous}",
+                "name a few of these, scales or precisions above all",
+            )
 
 
 def _check_size(coordinates: Coordinates) -> None:
     if coordinates.size > _MOST:
         sizes = {s: p.size for s, p in coordinates.places.items()}
         raise CVIError(
-            message(f"integrate({list(coordinates.sites)})",
-                    f"{coordinates.size} unconstrained scalars ({sizes})", f"at most {_MOST} in all",
-                    "integrate over those whose posterior is least Gaussian or that others depend on")
-        )  # fmt: skip
+            f"integrate({list(coordinates.sites)})",
+            f"{coordinates.size} unconstrained scalars ({sizes})",
+            f"at most {_MOST} in all",
+            "integrate over those whose posterior is least Gaussian or that others depend on",
+        )

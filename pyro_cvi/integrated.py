@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_cvi.conditional import Conditional
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.mixture import (
     Tabulated,
@@ -90,11 +90,11 @@ class IntegratedPosterior:
     def _check(self, site: str) -> None:
         if site not in self.sites:
             raise CVIError(
-                message(
-                    f"site '{site}'", "no such latent", f"one of {sorted(self.sites)}",
-                    "check the name in the model's pyro.sample statements",
-                )
-            )  # fmt: skip
+                f"site '{site}'",
+                "no such latent",
+                f"one of {sorted(self.sites)}",
+                "check the name in the model's pyro.sample statements",
+            )
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import WISHART
 from pyro_cvi.families.quantiles import quantile as family_quantile
 from pyro_cvi.gaussians.chain import Blocks
@@ -256,13 +256,11 @@ def quantile(
     assert isinstance(belief, FamilyBelief)
     if belief.family is WISHART:
         raise CVIError(
-            message(
-                f"quantiles of site '{latent.name}'",
-                "a Wishart matrix, whose elements have no quantiles in closed form",
-                "scalars, vectors or discrete sites",
-                f"take those of draws, posterior('{latent.name}').sample([1000]).quantile(q, dim=0), "
-                "or of what you compute from them",
-            )
+            f"quantiles of site '{latent.name}'",
+            "a Wishart matrix, whose elements have no quantiles in closed form",
+            "scalars, vectors or discrete sites",
+            f"take those of draws, posterior('{latent.name}').sample([1000]).quantile(q, dim=0), "
+            "or of what you compute from them",
         )
     return family_quantile(
         belief.family,

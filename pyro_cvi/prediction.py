@@ -22,7 +22,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import peel
 from pyro_cvi.graph.check import factor_values
 from pyro_cvi.graph.evaluator import Evaluator
@@ -108,12 +108,10 @@ def log_predictive(
     rows = _Rows.of(model, guide, args, kwargs, plates)
     if len(rows.plates) != 1:
         raise CVIError(
-            message(
-                "log_predictive",
-                f"the new rows are in the plates {sorted(rows.plates)}",
-                "one plate, whose elements the result has one value for",
-                "name it with plates=[...]",
-            )
+            "log_predictive",
+            f"the new rows are in the plates {sorted(rows.plates)}",
+            "one plate, whose elements the result has one value for",
+            "name it with plates=[...]",
         )
     held = {n for n, x in guide.plan.latents.items() if x.held}
     shared = [n for n in guide.plan.latents if not rows.is_local(guide, n) and n not in held]
@@ -184,24 +182,20 @@ class _Prefix(Messenger):
         )
         if not fits:
             raise CVIError(
-                message(
-                    f"latent site '{msg['name']}'",
-                    f"shape {tuple(drawn.shape)} in the model, {tuple(known.shape)} in the fit",
-                    "at least the elements of the fit, along every axis",
-                    "forecast with arguments that span the time of the fit and what comes after it",
-                )
+                f"latent site '{msg['name']}'",
+                f"shape {tuple(drawn.shape)} in the model, {tuple(known.shape)} in the fit",
+                "at least the elements of the fit, along every axis",
+                "forecast with arguments that span the time of the fit and what comes after it",
             )
         core: Any = peel(msg["fn"])
         grown = [i - known.ndim for i in range(known.ndim) if known.shape[i] < drawn.shape[i]]
         if any(-axis <= core.event_dim for axis in grown):
             raise CVIError(
-                message(
-                    f"latent site '{msg['name']}'",
-                    f"it grows along an axis whose elements a {type(core).__name__} joins, so that the "
-                    "new ones depend on the old",
-                    "new elements that the model draws by themselves, or from those before them",
-                    "fit on all elements at once, with the likelihood on those that are observed",
-                )
+                f"latent site '{msg['name']}'",
+                f"it grows along an axis whose elements a {type(core).__name__} joins, so that the "
+                "new ones depend on the old",
+                "new elements that the model draws by themselves, or from those before them",
+                "fit on all elements at once, with the likelihood on those that are observed",
             )
         value = drawn.clone()
         value[tuple(slice(0, n) for n in known.shape)] = known
@@ -227,12 +221,10 @@ def forecast(
         gone = sorted(set(guide.plan.latents) - prefix.used)
         if gone:
             raise CVIError(
-                message(
-                    f"latent site '{gone[0]}'",
-                    "the model does not sample it with these arguments",
-                    "all latent sites of the fit, and perhaps others after them",
-                    "forecast with arguments that span the time of the fit and what comes after it",
-                )
+                f"latent site '{gone[0]}'",
+                "the model does not sample it with these arguments",
+                "all latent sites of the fit, and perhaps others after them",
+                "forecast with arguments that span the time of the fit and what comes after it",
             )
         draws.append(
             {
@@ -250,13 +242,11 @@ def _check_tail(one: poutine.Trace, two: poutine.Trace) -> None:
     for name, value in values.items():
         if one.nodes[name]["is_observed"] and not torch.equal(value, again[name]):
             raise CVIError(
-                message(
-                    f"observed site '{name}'",
-                    "it depends on latent elements that come after the fit, whose draws it would inform",
-                    "latents that go on by themselves: in a loop, or as sums of innovations",
-                    "write a step as a sample site of its own, x = pyro.sample('x', Normal(before, s)), "
-                    "and give no data for what is to be forecast",
-                )
+                f"observed site '{name}'",
+                "it depends on latent elements that come after the fit, whose draws it would inform",
+                "latents that go on by themselves: in a loop, or as sums of innovations",
+                "write a step as a sample site of its own, x = pyro.sample('x', Normal(before, s)), "
+                "and give no data for what is to be forecast",
             )
 
 
@@ -330,14 +320,12 @@ class _Rows:
         if fitted is None or not guide.is_fitted:
             loaded = fitted is None and guide.is_fitted
             raise CVIError(
-                message(
-                    "new data",
-                    "the guide was loaded, and does not know the sizes of its data"
-                    if loaded
-                    else "the guide has not been fitted",
-                    "a fitted posterior of the sites outside of the rows",
-                    f"call {'guide' if loaded else 'CVI.run'}(*training_args) first",
-                )
+                "new data",
+                "the guide was loaded, and does not know the sizes of its data"
+                if loaded
+                else "the guide has not been fitted",
+                "a fitted posterior of the sites outside of the rows",
+                f"call {'guide' if loaded else 'CVI.run'}(*training_args) first",
             )
         trace = first_run(model, args, kwargs)
         frames = {f.name: f for f in plate_frames(trace) if f.vectorized}
@@ -350,11 +338,11 @@ class _Rows:
                 f"no such plate: {unknown}" if unknown else "all plates have the sizes of the fit"
             )
             raise CVIError(
-                message(
-                    "new data", found, f"plates of new rows, out of {sorted(frames)}",
-                    "say which plates hold the new rows, as plates=['data']",
-                )
-            )  # fmt: skip
+                "new data",
+                found,
+                f"plates of new rows, out of {sorted(frames)}",
+                "say which plates hold the new rows, as plates=['data']",
+            )
         sizes = {n: frames[n].size for n in plates}
         return _Rows((args, kwargs), sizes, frames)
 
@@ -379,12 +367,10 @@ class _Rows:
         args, kwargs = self.args
         if not any(_has_rows(x, full) for x in (*args, *kwargs.values())):
             raise CVIError(
-                message(
-                    "new data",
-                    f"no argument is a tensor of {full} rows",
-                    f"the rows of plate '{name}' along the first axis of the arguments",
-                    "leave chunk_size out, or call once for every chunk",
-                )
+                "new data",
+                f"no argument is a tensor of {full} rows",
+                f"the rows of plate '{name}' along the first axis of the arguments",
+                "leave chunk_size out, or call once for every chunk",
             )
         for rows in torch.arange(full, device="cpu").split(size):
             part = tuple(_cut(x, full, rows) for x in args)
@@ -419,12 +405,10 @@ def settle(evaluator: Evaluator, noisy: frozenset[str] = frozenset()) -> None:
 def _check_local(plan: Plan, plates: Mapping[str, int]) -> None:
     if not any(b.placement for b in plan.blocks):
         raise CVIError(
-            message(
-                "new data",
-                f"no latent site stands in the plates {sorted(plates)}",
-                "latents of the rows, whose posterior is wanted",
-                "use log_predictive, or pyro.infer.Predictive with this guide",
-            )
+            "new data",
+            f"no latent site stands in the plates {sorted(plates)}",
+            "latents of the rows, whose posterior is wanted",
+            "use log_predictive, or pyro.infer.Predictive with this guide",
         )
 
 
@@ -433,12 +417,10 @@ def _check_averaged(plan: Plan) -> None:
     local = [s for b in plan.blocks if b.placement for s in b.sites if s in sampled]
     if local:
         raise CVIError(
-            message(
-                f"latent site '{local[0]}'",
-                "its messages can only be sampled",
-                "local latents with exact messages or quadrature: the evidence of a row is their bound",
-                "use local_posteriors, and average the density over draws of what it returns",
-            )
+            f"latent site '{local[0]}'",
+            "its messages can only be sampled",
+            "local latents with exact messages or quadrature: the evidence of a row is their bound",
+            "use local_posteriors, and average the density over draws of what it returns",
         )
 
 
@@ -448,12 +430,10 @@ def carried(guide: AutoCVI, block: Block) -> Belief:
         fitted = guide.block_of(block.sites[0])
         if fitted.sites != block.sites:
             raise CVIError(
-                message(
-                    f"latent site '{block.sites[0]}'",
-                    f"its block had the sites {fitted.sites} in the fit and has {block.sites} here",
-                    "the same blocks outside of the new rows",
-                    "use the same model for new rows",
-                )
+                f"latent site '{block.sites[0]}'",
+                f"its block had the sites {fitted.sites} in the fit and has {block.sites} here",
+                "the same blocks outside of the new rows",
+                "use the same model for new rows",
             )
         return guide.belief(fitted)
     loc, cov = carried_moments(guide, block, lambda fitted: _moments(guide.belief(fitted)))

@@ -32,7 +32,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_cvi.acceleration import RowMixing
-from pyro_cvi.errors import CVIError, check_names, message
+from pyro_cvi.errors import CVIError, check_names
 from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN
 from pyro_cvi.graph.evaluator import Evaluator, Leaves, moments_of
 from pyro_cvi.graph.plan import Block, Plan
@@ -79,12 +79,10 @@ class OnePlate(Messenger):
         known, given = self.seen[msg["name"]], msg["value"]
         if given is not None and not torch.equal(torch.as_tensor(given).cpu(), known.cpu()):
             raise CVIError(
-                message(
-                    f"plate '{msg['name']}'",
-                    "two parts of the guide open it with different indices",
-                    "the same elements in all parts",
-                    "pass the same `subsample=` to both, or the same size",
-                )
+                f"plate '{msg['name']}'",
+                "two parts of the guide open it with different indices",
+                "the same elements in all parts",
+                "pass the same `subsample=` to both, or the same size",
             )
         msg["value"], msg["done"], msg["stop"] = known, True, True
 
@@ -160,11 +158,11 @@ class Recognition:
     ) -> None:
         if not isinstance(own, AutoCVI):
             raise CVIError(
-                message(
-                    "Recognition", f"own is a {type(own).__name__}", "the AutoCVI of the other sites",
-                    'own = AutoCVI(poutine.block(model, hide=[...])), a part of the same HybridGuide',
-                )
-            )  # fmt: skip
+                "Recognition",
+                f"own is a {type(own).__name__}",
+                "the AutoCVI of the other sites",
+                "own = AutoCVI(poutine.block(model, hide=[...])), a part of the same HybridGuide",
+            )
         self.model, self.recognise, self.own = model, recognise, own
         self.keep, self.rows = frozenset(keep), frozenset(rows)
         self.shared: Leaves = {}
@@ -180,11 +178,11 @@ class Recognition:
         potentials = self.recognise(*args, **kwargs)
         if not isinstance(potentials, Mapping) or not potentials:
             raise CVIError(
-                message(
-                    "Recognition", f"recognise gives {potentials!r}", "a potential for each site",
-                    '{"z": dist.Normal(*encoder(x)).to_event(1)}, say',
-                )
-            )  # fmt: skip
+                "Recognition",
+                f"recognise gives {potentials!r}",
+                "a potential for each site",
+                '{"z": dist.Normal(*encoder(x)).to_event(1)}, say',
+            )
         with OnePlate():
             trace = _run(self.model, args, kwargs)
             local = _plates(potentials, trace)
@@ -326,21 +324,19 @@ def _plates(potentials: Potentials, trace: poutine.Trace) -> dict[str, _Plate]:
         if site is None or site["type"] != "sample" or site["is_observed"]:
             latents = [n for n, s in trace.nodes.items() if _is_latent(s)]
             raise CVIError(
-                message(
-                    f"potential of '{name}'", "the model has no such latent site",
-                    f"one of {latents}", "name the sites that the encoder serves",
-                )
-            )  # fmt: skip
+                f"potential of '{name}'",
+                "the model has no such latent site",
+                f"one of {latents}",
+                "name the sites that the encoder serves",
+            )
         _check_shapes(name, site, potentials[name])
         frames = frames_around(site)
         if not frames:
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    "it is in no plate, and has one posterior with the sites of AutoCVI",
-                    "sites of single rows",
-                    "open a pyro.plate around the rows, of size one if there is one row",
-                )
+                f"latent site '{name}'",
+                "it is in no plate, and has one posterior with the sites of AutoCVI",
+                "sites of single rows",
+                "open a pyro.plate around the rows, of size one if there is one row",
             )
         for f in frames:
             indices = trace.nodes[f.name]["value"]
@@ -378,13 +374,11 @@ def _check_rows(
         around = plates_around(site) & set(local)
         if around and around != set(local):
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"it is in {sorted(around)} of the plates {sorted(local)} of the recognised sites, "
-                    "all of whose elements are there: whether rows share it cannot be told",
-                    "the plates of the rows",
-                    f"Recognition(model, recognise, own, rows=[...]) with some of {sorted(local)}",
-                )
+                f"latent site '{name}'",
+                f"it is in {sorted(around)} of the plates {sorted(local)} of the recognised sites, "
+                "all of whose elements are there: whether rows share it cannot be told",
+                "the plates of the rows",
+                f"Recognition(model, recognise, own, rows=[...]) with some of {sorted(local)}",
             )
 
 
@@ -399,22 +393,21 @@ def _check_shapes(name: str, site: Any, potential: Any) -> None:
         found = f"a potential of batch shape {tuple(potential.batch_shape)}"
     elif not _is_finite(potential):
         raise CVIError(
-            message(
-                f"latent site '{name}'", "its potential has parameters that are not finite",
-                "finite ones", "look at what the encoder gives, and at its rate of learning",
-            )
-        )  # fmt: skip
+            f"latent site '{name}'",
+            "its potential has parameters that are not finite",
+            "finite ones",
+            "look at what the encoder gives, and at its rate of learning",
+        )
     else:
         return
     fn = site["fn"]
     raise CVIError(
-        message(
-            f"latent site '{name}'", found,
-            f"a distribution of batch shape {tuple(fn.batch_shape)} and event shape "
-            f"{tuple(fn.event_shape)}",
-            "give the potential the shape of the site, by to_event or expand",
-        )
-    )  # fmt: skip
+        f"latent site '{name}'",
+        found,
+        f"a distribution of batch shape {tuple(fn.batch_shape)} and event shape "
+        f"{tuple(fn.event_shape)}",
+        "give the potential the shape of the site, by to_event or expand",
+    )
 
 
 def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) -> None:
@@ -422,34 +415,28 @@ def _check_blocks(plan: Plan, blocks: Sequence[Block], sites: frozenset[str]) ->
     for b in blocks:
         if not plan.is_exact(b) or b.name in plan.noisy():
             raise CVIError(
-                message(
-                    f"latent site '{b.sites[0]}'",
-                    "its message from the potentials and the model's prior is not exact",
-                    "a potential that is conjugate to the prior: Normal or MultivariateNormal for a "
-                    "Gaussian site, Categorical for a discrete one, Gamma for a Gamma one",
-                    "see explain() of an AutoCVI of the model without its likelihood; an encoder of a "
-                    "site's own posterior serves any prior",
-                )
+                f"latent site '{b.sites[0]}'",
+                "its message from the potentials and the model's prior is not exact",
+                "a potential that is conjugate to the prior: Normal or MultivariateNormal for a "
+                "Gaussian site, Categorical for a discrete one, Gamma for a Gamma one",
+                "see explain() of an AutoCVI of the model without its likelihood; an encoder of a "
+                "site's own posterior serves any prior",
             )
         inside = sites & set(b.sites)
         if inside and b.layout is None and len(b.sites) > 1:
             raise CVIError(
-                message(
-                    f"latent site '{b.sites[0]}'",
-                    f"it is in a chain of discrete sites with '{b.sites[1]}', and not drawn jointly",
-                    "continuous sites, or discrete ones that do not meet",
-                    "leave the chain to AutoCVI: its messages take part all the same",
-                )
+                f"latent site '{b.sites[0]}'",
+                f"it is in a chain of discrete sites with '{b.sites[1]}', and not drawn jointly",
+                "continuous sites, or discrete ones that do not meet",
+                "leave the chain to AutoCVI: its messages take part all the same",
             )
         if inside and inside != set(b.sites):
             missing = min(set(b.sites) - sites)
             raise CVIError(
-                message(
-                    f"latent site '{missing}'",
-                    f"it has one posterior with '{min(inside)}', and no potential",
-                    "all sites of that posterior",
-                    f"add {{'{missing}': None}} to the potentials, if a row says nothing about it",
-                )
+                f"latent site '{missing}'",
+                f"it has one posterior with '{min(inside)}', and no potential",
+                "all sites of that posterior",
+                f"add {{'{missing}': None}} to the potentials, if a row says nothing about it",
             )
 
 

@@ -20,7 +20,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, check_names, message
+from pyro_cvi.errors import CVIError, check_names
 from pyro_cvi.graph.plan import Block
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.laws import marginal
@@ -112,11 +112,11 @@ def _check(block: Block, belief: Belief, inside: Sequence[str]) -> None:
     else:
         return
     raise CVIError(
-        message(
-            f"latent site '{inside[0]}'", found, "dense Gaussian blocks and sites of their own",
-            "name the sites to carry on by `sites=`, whole blocks of explain() at a time",
-        )
-    )  # fmt: skip
+        f"latent site '{inside[0]}'",
+        found,
+        "dense Gaussian blocks and sites of their own",
+        "name the sites to carry on by `sites=`, whole blocks of explain() at a time",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +196,10 @@ class _Replaced(Messenger):
         old = msg["fn"]
         if law.event_dim != old.event_dim or law.batch_shape != old.batch_shape:
             raise CVIError(
-                message(
-                    f"latent site '{msg['name']}'",
-                    f"batch shape {tuple(old.batch_shape)}, event shape {tuple(old.event_shape)}",
-                    f"those of the fit, {tuple(law.batch_shape)} and {tuple(law.event_shape)}",
-                    "leave the site out of `sites=`, if it is about the rows",
-                )
+                f"latent site '{msg['name']}'",
+                f"batch shape {tuple(old.batch_shape)}, event shape {tuple(old.event_shape)}",
+                f"those of the fit, {tuple(law.batch_shape)} and {tuple(law.event_shape)}",
+                "leave the site out of `sites=`, if it is about the rows",
             )
         # Its scale and mask were about the prior, and have had their part in the posterior.
         msg["fn"], msg["scale"], msg["mask"] = law, 1.0, None

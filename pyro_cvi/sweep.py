@@ -521,13 +521,11 @@ class Sweeper:
         belief, step = evaluator.beliefs[block.name].moved(evaluator.message(block), 1.0)
         if step.improper:
             raise CVIError(
-                message(
-                    f"block '{block.name}'",
-                    "its conditional posterior is improper (a likelihood and prior that do not "
-                    "determine it)",
-                    "a proper prior on every latent",
-                    "give the site a proper prior, or remove the mask on it",
-                )
+                f"block '{block.name}'",
+                "its conditional posterior is improper (a likelihood and prior that do not "
+                "determine it)",
+                "a proper prior on every latent",
+                "give the site a proper prior, or remove the mask on it",
             )
         return belief
 
@@ -555,13 +553,11 @@ class Sweeper:
             if wrong > worst:
                 faulty, worst = f.name, wrong
         raise CVIError(
-            message(
-                f"factor '{faulty}'",
-                f"the exact step of block '{name}' lowered the ELBO by {before - after:.3g}; of all its "
-                "factors, this one is the furthest from what its message says",
-                "a density that is affine in the block's sufficient statistics",
-                "this is a defect of pyro_cvi or of a density rule: please report it with the model",
-            )
+            f"factor '{faulty}'",
+            f"the exact step of block '{name}' lowered the ELBO by {before - after:.3g}; of all its "
+            "factors, this one is the furthest from what its message says",
+            "a density that is affine in the block's sufficient statistics",
+            "this is a defect of pyro_cvi or of a density rule: please report it with the model",
         )
 
     def _searched(self, evaluator: Evaluator, block: Block) -> None:
@@ -616,13 +612,11 @@ class Sweeper:
         self._lost[block.name] = self._lost.get(block.name, 0) + 1
         if self._lost[block.name] >= _MOST_LOST:
             raise CVIError(
-                message(
-                    f"latent site '{block.sites[0]}'",
-                    f"the gradient of the log density was not finite in {_MOST_LOST} steps in a row",
-                    "a log density that is differentiable where the posterior lies",
-                    "look for sqrt, log or a division at zero in what the model computes from this "
-                    "site, also inside of torch.where",
-                )
+                f"latent site '{block.sites[0]}'",
+                f"the gradient of the log density was not finite in {_MOST_LOST} steps in a row",
+                "a log density that is differentiable where the posterior lies",
+                "look for sqrt, log or a division at zero in what the model computes from this "
+                "site, also inside of torch.where",
             )
 
     def _keep_control(self, name: str, belief: Belief, sampled: Gradient, rho: float) -> None:

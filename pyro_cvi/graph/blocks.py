@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.cumulate import in_innovations
 from pyro_cvi.algebra.reason import Cause, Reason
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import GAUSSIAN
 from pyro_cvi.gaussians import Layout, partition
 from pyro_cvi.graph.chain import Chain, chain_of
@@ -124,12 +124,10 @@ def _diagonal(latent: Latent, parts: tuple[Part, ...]) -> GaussianBlock:
     """The block of a site whose scalars are to be independent."""
     if parts:
         raise CVIError(
-            message(
-                f"latent site '{latent.name}'",
-                f"infer={{'posterior': 'diagonal'}} in the subsampled plate '{parts[0].name}'",
-                "a site outside of subsampled plates, as the weights of a network",
-                "leave it out for this site",
-            )
+            f"latent site '{latent.name}'",
+            f"infer={{'posterior': 'diagonal'}} in the subsampled plate '{parts[0].name}'",
+            "a site outside of subsampled plates, as the weights of a network",
+            "leave it out for this site",
         )
     shapes = {latent.name: latent.shape}
     count = math.prod(latent.shape)
@@ -147,13 +145,11 @@ def _joint(latents: Sequence[Latent], parts: Mapping[str, tuple[Part, ...]]) -> 
     for latent in latents:
         if parts.get(latent.name):
             raise CVIError(
-                message(
-                    f"latent site '{latent.name}'",
-                    "infer={'posterior': 'joint'} in the subsampled plate "
-                    f"'{parts[latent.name][0].name}'",
-                    "sites outside of subsampled plates",
-                    "leave it out for this site",
-                )
+                f"latent site '{latent.name}'",
+                "infer={'posterior': 'joint'} in the subsampled plate "
+                f"'{parts[latent.name][0].name}'",
+                "sites outside of subsampled plates",
+                "leave it out for this site",
             )
     layout = Layout.dense({x.name: x.shape for x in latents}, latents[0].value.device)
     reason = "one Gaussian of their unconstrained values: factors that are approximated tie them"

@@ -21,7 +21,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.algebra.evaluate import OpaqueError, evaluate, point_reader
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.graph.check import agree
 from pyro_cvi.graph.symbolic import Call, Factor, Latent, Symbolic
 
@@ -76,14 +76,12 @@ def _neighbours(discrete: Sequence[str], depends: Dependence) -> dict[str, set[s
 def _check_dim(latent: Latent, meets: set[str]) -> None:
     if latent.enum_dim is not None and -latent.enum_dim > _MOST_DIMS:
         raise CVIError(
-            message(
-                f"latent site '{latent.name}'",
-                f"it would be enumerated along dim {latent.enum_dim}, for factors join it to "
-                f"{len(meets)} other discrete sites",
-                f"at most {_MOST_DIMS} dims of plates and of discrete sites that meet in one factor",
-                "put independent discrete sites into one plate: one site of many elements needs one "
-                "dim",
-            )
+            f"latent site '{latent.name}'",
+            f"it would be enumerated along dim {latent.enum_dim}, for factors join it to "
+            f"{len(meets)} other discrete sites",
+            f"at most {_MOST_DIMS} dims of plates and of discrete sites that meet in one factor",
+            "put independent discrete sites into one plate: one site of many elements needs one "
+            "dim",
         )
 
 
@@ -110,13 +108,11 @@ def check_plates(call: Call, symbolic: Symbolic) -> None:
             outside = [p for p, _, size, _ in latent.plates if size > 1 and p not in f.plates]
             if outside:
                 raise CVIError(
-                    message(
-                        f"site '{f.name}'",
-                        f"it reads elements of the discrete site '{n}' outside of plate '{outside[0]}'",
-                        "each element of a discrete site read on its own, inside of its plates",
-                        f"make the elements that meet sites of their own (a Python loop in place of the "
-                        f"plate around '{n}')",
-                    )
+                    f"site '{f.name}'",
+                    f"it reads elements of the discrete site '{n}' outside of plate '{outside[0]}'",
+                    "each element of a discrete site read on its own, inside of its plates",
+                    f"make the elements that meet sites of their own (a Python loop in place of the "
+                    f"plate around '{n}')",
                 )
 
 
@@ -137,14 +133,12 @@ def check_branches(symbolic: Symbolic, run: poutine.Trace, values: Mapping[str, 
         at = [point[n] for n in f.expression.sites]
         if not agree(mine, values[f.name], run.nodes[f.name]["mask"], at):
             raise CVIError(
-                message(
-                    f"site '{f.name}'",
-                    f"its density at given states of {sorted(f.enumerated) or 'the discrete sites'} is "
-                    "not the one found when all states are tried at once",
-                    "a density that reads each element of a discrete site on its own, through tensors",
-                    "replace .item(), numpy and Python branches on discrete values by indexing or "
-                    "torch.where, and a plate whose elements meet in one density by a Python loop",
-                )
+                f"site '{f.name}'",
+                f"its density at given states of {sorted(f.enumerated) or 'the discrete sites'} is "
+                "not the one found when all states are tried at once",
+                "a density that reads each element of a discrete site on its own, through tensors",
+                "replace .item(), numpy and Python branches on discrete values by indexing or "
+                "torch.where, and a plate whose elements meet in one density by a Python loop",
             )
 
 

@@ -18,7 +18,7 @@ from pyro.infer.autoguide.initialization import (
 )
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import BETA, DIRICHLET, GAMMA, GAUSSIAN, INVERSE_GAMMA, WISHART
 from pyro_cvi.gaussians.chain import Blocks, Pattern
 from pyro_cvi.gaussians.process import Predictors
@@ -253,13 +253,11 @@ def _checked_point(latent: Latent, value: Any, prior: Any) -> Tensor:
             inside = False
     if not inside:
         raise CVIError(
-            message(
-                f"latent site '{latent.name}'",
-                f"init_loc_fn gave {found}",
-                f"a value of shape {tuple(prior.batch_shape + prior.event_shape)} in the support "
-                f"{prior.support}",
-                "check the values that init_loc_fn returns for this site",
-            )
+            f"latent site '{latent.name}'",
+            f"init_loc_fn gave {found}",
+            f"a value of shape {tuple(prior.batch_shape + prior.event_shape)} in the support "
+            f"{prior.support}",
+            "check the values that init_loc_fn returns for this site",
         )
     return point
 
@@ -270,12 +268,10 @@ def _check_startable(latent: Latent, point: Tensor) -> None:
         return
     name = latent.family.name
     raise CVIError(
-        message(
-            f"latent site '{latent.name}'",
-            f"init_loc_fn places it, and its family {name} does not say what lies near a point",
-            "a family with the method `around(point, spread)`, or a site that is not placed",
-            f"give {name} that method, or leave the site out of init_loc_fn: it starts at its prior",
-        )
+        f"latent site '{latent.name}'",
+        f"init_loc_fn places it, and its family {name} does not say what lies near a point",
+        "a family with the method `around(point, spread)`, or a site that is not placed",
+        f"give {name} that method, or leave the site out of init_loc_fn: it starts at its prior",
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_cvi.algebra.expression import site_expression
 from pyro_cvi.algebra.latent import LatentTensor, expression_of
 from pyro_cvi.densities import log_density
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import Unconstrained, log_jacobian
 from pyro_cvi.graph.check import opaque_sites
 from pyro_cvi.graph.evaluator import Evaluator
@@ -141,12 +141,10 @@ def jacobian_factors(plan: Plan, trace: poutine.Trace) -> list[Factor]:
         e = expression_of(log_jacobian(latent.transform, u, x, latent.event_dim))
         if opaque_sites(e):
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    "it is masked or scaled, and its support is mapped to the real line as a whole",
-                    "poutine.mask and poutine.scale on sites whose elements are mapped one by one",
-                    "leave the mask or scale off this site",
-                )
+                f"latent site '{name}'",
+                "it is masked or scaled, and its support is mapped to the real line as a whole",
+                "poutine.mask and poutine.scale on sites whose elements are mapped one by one",
+                "leave the mask or scale off this site",
             )
         plates = frozenset(n for n, *_ in latent.plates)
         factors.append(Factor(f"{name} (Jacobian)", e, missing, (), False, plates=plates))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.cumulate import in_innovations
 from pyro_cvi.algebra.expression import Const, Expression, Group, Link, Operand
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.estimators import Expectation, How, Moments, Structure, compile_expectation
 from pyro_cvi.families import CATEGORICAL, GAUSSIAN, MARKOV_CHAIN, AbstractFamily
 from pyro_cvi.gaussians import Layout
@@ -464,12 +464,10 @@ def _viewed_again(
     found = again(block.name, block.sites, symbolic.latents, factors, kept=True)
     if found is None:
         raise CVIError(
-            message(
-                f"block '{block.name}'",
-                "the model now reads it in a way that its structure does not serve",
-                "the model that the guide was made for",
-                "make a new AutoCVI for the changed model",
-            )
+            f"block '{block.name}'",
+            "the model now reads it in a way that its structure does not serve",
+            "the model that the guide was made for",
+            "make a new AutoCVI for the changed model",
         )
     return replace(block, form=found[0]), found[1]
 
@@ -698,22 +696,18 @@ def _check_factors(symbolic: Symbolic, factors: Sequence[CompiledFactor]) -> Non
         above = f.expression.sites - {f.name}
         if latent is not None and latent.held and above:
             raise CVIError(
-                message(
-                    f"latent site '{f.name}'",
-                    f"it keeps its prior, and that depends on '{min(above)}'",
-                    "a prior with constant parameters",
-                    "sample Normal(0, 1) noise, and shift and scale it after that",
-                )
+                f"latent site '{f.name}'",
+                f"it keeps its prior, and that depends on '{min(above)}'",
+                "a prior with constant parameters",
+                "sample Normal(0, 1) noise, and shift and scale it after that",
             )
     for name in symbolic.latents:
         if name not in touched:
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    "no factor depends on it, not even its own prior",
-                    "a proper prior or a likelihood for every latent",
-                    "remove poutine.mask(mask=False) around it, or give it a proper prior",
-                )
+                f"latent site '{name}'",
+                "no factor depends on it, not even its own prior",
+                "a proper prior or a likelihood for every latent",
+                "remove poutine.mask(mask=False) around it, or give it a proper prior",
             )
 
 

@@ -21,7 +21,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, ModelError, message
+from pyro_cvi.errors import CVIError, ModelError
 from pyro_cvi.families import Unconstrained
 from pyro_cvi.graph.check import factor_values
 from pyro_cvi.graph.initial import is_by_strategy
@@ -230,7 +230,7 @@ def _explained(error: Exception) -> Exception:
         remedy = "compare the shapes of data, plates and parameters at that statement"
     where = getattr(error, "last_site", None)
     place = f"model, at or after site '{where}'" if where else "model, before its first site"
-    return ModelError(message(place, said.rstrip("."), expected, remedy))
+    return ModelError(place, said.rstrip("."), expected, remedy)
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_cvi.algebra.reason import Reason
 from pyro_cvi.densities import sites_inside
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.families import BETA, DIRICHLET, Unconstrained
 from pyro_cvi.graph.beginning import Beginning, begun
 from pyro_cvi.graph.check import (
@@ -226,12 +226,10 @@ def _prepare(
     latents, nesting = describe_latents(trace)
     if not latents:
         raise CVIError(
-            message(
-                "model",
-                "no latent sample site",
-                "at least one pyro.sample without obs",
-                "remove obs= or poutine.condition from the sites to infer",
-            )
+            "model",
+            "no latent sample site",
+            "at least one pyro.sample without obs",
+            "remove obs= or poutine.condition from the sites to infer",
         )
     windowed = spread if previous is None else frozenset(previous.parts)
     parts = _parts(trace, chunk or {}, windowed)
@@ -511,14 +509,12 @@ def _run(call: Call) -> tuple[Symbolic, bool]:
             if not discrete:
                 raise
             raise CVIError(
-                message(
-                    f"discrete site '{discrete[0]}'",
-                    f"the model raised {type(again).__name__} ({first_line(again)}) when all values "
-                    "of its discrete sites were tried at once",
-                    "a model that broadcasts over an enumeration dim left of its plates",
-                    "use torch.where or indexing in place of Python branches, .item() and loops over "
-                    "a discrete value",
-                )
+                f"discrete site '{discrete[0]}'",
+                f"the model raised {type(again).__name__} ({first_line(again)}) when all values "
+                "of its discrete sites were tried at once",
+                "a model that broadcasts over an enumeration dim left of its plates",
+                "use torch.where or indexing in place of Python branches, .item() and loops over "
+                "a discrete value",
             ) from again
         reason = Reason(f"the model raised {type(error).__name__} on symbolic values")
         factors = [all_opaque(f, symbolic, reason) for f in symbolic.factors]

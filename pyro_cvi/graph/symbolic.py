@@ -330,12 +330,10 @@ def _check_support(name: str, fn: Unconstrained) -> None:
     sites = sites_inside(fn.transform)
     if sites:
         raise CVIError(
-            message(
-                f"latent site '{name}'",
-                f"its support depends on the latent '{min(sites)}'",
-                "a support that is the same for all values of other sites",
-                "sample on a fixed support and move the value: low + (high - low) * Uniform(0, 1)",
-            )
+            f"latent site '{name}'",
+            f"its support depends on the latent '{min(sites)}'",
+            "a support that is the same for all values of other sites",
+            "sample on a fixed support and move the value: low + (high - low) * Uniform(0, 1)",
         )
 
 
@@ -438,12 +436,10 @@ def _describe(site: Any, nesting: int) -> Latent:
     name, fn, value = site["name"], site["fn"], site["value"]
     if not isinstance(value, Tensor):
         raise CVIError(
-            message(
-                f"site '{name}'",
-                f"its value is a {type(value).__name__}",
-                "a tensor",
-                "sample it from a pyro.distributions distribution",
-            )
+            f"site '{name}'",
+            f"its value is a {type(value).__name__}",
+            "a tensor",
+            "sample it from a pyro.distributions distribution",
         )
     family = GAUSSIAN if isinstance(fn, Unconstrained) else family_of(fn)
     wanted = _wanted_posterior(site, family)
@@ -557,7 +553,7 @@ def _wanted_posterior(site: Any, family: AbstractFamily | None) -> str | None:
         '"prior", on a Normal site without a mask, or "diagonal" or "joint", on one with a Gaussian '
         "posterior"
     )
-    raise CVIError(message(f"latent site '{site['name']}'", found, expected, remedy))
+    raise CVIError(f"latent site '{site['name']}'", found, expected, remedy)
 
 
 def _is_masked(fn: Any) -> bool:

@@ -10,7 +10,7 @@ import pyro
 from pyro import poutine
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Latent, is_factor_site
 from pyro_cvi.graph.windows import Part
@@ -30,24 +30,20 @@ def check_model(model: Callable[..., Any]) -> None:
     """A callable, and no Gaussian process that samples its latent in vain: the prior would come back."""
     if not callable(model):
         raise CVIError(
-            message(
-                "model",
-                f"the model is a {type(model).__name__}",
-                "a callable with pyro.sample statements",
-                "pass the function itself, as in CVI(model, AutoCVI(model))",
-            )
+            "model",
+            f"the model is a {type(model).__name__}",
+            "a callable with pyro.sample statements",
+            "pass the function itself, as in CVI(model, AutoCVI(model))",
         )
     module, owner = sys.modules.get("pyro.contrib.gp.models"), getattr(model, "__self__", None)
     kinds = () if module is None else (module.VariationalGP, module.VariationalSparseGP)
     if isinstance(owner, kinds):
         kind = type(owner).__name__
         raise CVIError(
-            message(
-                "model",
-                f"{kind}.model, whose likelihood reads the guide's moments and not the value it samples",
-                "a model whose data depend on its latents",
-                f"pyro_cvi.gp.GaussianProcess(gp) is the model of a {kind}",
-            )
+            "model",
+            f"{kind}.model, whose likelihood reads the guide's moments and not the value it samples",
+            "a model whose data depend on its latents",
+            f"pyro_cvi.gp.GaussianProcess(gp) is the model of a {kind}",
         )
 
 
@@ -56,33 +52,27 @@ def check_same_sites(old: Mapping[str, Latent], new: Mapping[str, Latent]) -> No
     if set(old) != set(new):
         gone, came = sorted(set(old) - set(new)), sorted(set(new) - set(old))
         raise CVIError(
-            message(
-                "model",
-                f"its latent sites changed between calls (gone: {gone}, new: {came})",
-                "the same latent sites at every step",
-                "build a new AutoCVI for the other model, or condition on the same sites each time",
-            )
+            "model",
+            f"its latent sites changed between calls (gone: {gone}, new: {came})",
+            "the same latent sites at every step",
+            "build a new AutoCVI for the other model, or condition on the same sites each time",
         )
     for name, latent in new.items():
         if latent.shape != old[name].shape or latent.family is not old[name].family:
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"shape {latent.shape} ({latent.family.name})",
-                    f"shape {old[name].shape} ({old[name].family.name}), as at the first call",
-                    "build a new AutoCVI for data of another size (its local latents are fitted to "
-                    "the rows seen first)",
-                )
+                f"latent site '{name}'",
+                f"shape {latent.shape} ({latent.family.name})",
+                f"shape {old[name].shape} ({old[name].family.name}), as at the first call",
+                "build a new AutoCVI for data of another size (its local latents are fitted to "
+                "the rows seen first)",
             )
         states, before = latent.support, old[name].support
         if states is not None and before is not None and not _same_states(states, before):
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"{len(states)} states",
-                    f"the {len(before)} states that it had at the first call",
-                    "give it the most states from the first call on, or build a new AutoCVI",
-                )
+                f"latent site '{name}'",
+                f"{len(states)} states",
+                f"the {len(before)} states that it had at the first call",
+                "give it the most states from the first call on, or build a new AutoCVI",
             )
 
 
@@ -95,13 +85,11 @@ def check_windows(plan: Plan, around: Mapping[str, tuple[Part, ...]]) -> None:
     for name, parts in around.items():
         if parts and plan.block_of(name).placement is None:
             raise CVIError(
-                message(
-                    f"latent site '{name}'",
-                    f"it was fitted on all elements of plate '{parts[0].name}', which now holds "
-                    f"{parts[0].size} of {parts[0].full}",
-                    "minibatches from the first step on, or never",
-                    "build a new AutoCVI and fit it by minibatches (all elements at once may follow)",
-                )
+                f"latent site '{name}'",
+                f"it was fitted on all elements of plate '{parts[0].name}', which now holds "
+                f"{parts[0].size} of {parts[0].full}",
+                "minibatches from the first step on, or never",
+                "build a new AutoCVI and fit it by minibatches (all elements at once may follow)",
             )
 
 
@@ -116,13 +104,11 @@ def check_local_data(plan: Plan, parts: Mapping[str, Part]) -> None:
             other = (f.plates & subsampled) - own
             if other and own & subsampled:
                 raise CVIError(
-                    message(
-                        f"latent site '{block.sites[0]}'",
-                        f"it is local in the subsampled plate '{min(own & subsampled)}', and its data "
-                        f"in factor '{f.name}' are in the subsampled plate '{min(other)}' as well",
-                        "all data of the elements that a step sees",
-                        "subsample one of the two plates, and let the other hold all its elements",
-                    )
+                    f"latent site '{block.sites[0]}'",
+                    f"it is local in the subsampled plate '{min(own & subsampled)}', and its data "
+                    f"in factor '{f.name}' are in the subsampled plate '{min(other)}' as well",
+                    "all data of the elements that a step sees",
+                    "subsample one of the two plates, and let the other hold all its elements",
                 )
 
 
@@ -154,12 +140,10 @@ def _check_finite(name: str, value: Tensor, mask: Any, fn: Any) -> None:
     if bool(bad.any()):
         count = int(bad.sum())
         raise CVIError(
-            message(
-                f"observed site '{name}'",
-                f"{count} of {value.numel()} values are NaN or infinite",
-                "finite data wherever the mask is on",
-                "drop these rows, or mask them with poutine.mask or obs_mask",
-            )
+            f"observed site '{name}'",
+            f"{count} of {value.numel()} values are NaN or infinite",
+            "finite data wherever the mask is on",
+            "drop these rows, or mask them with poutine.mask or obs_mask",
         )
 
 
@@ -175,11 +159,9 @@ def check_batch(trace: poutine.Trace, values: Mapping[str, Tensor]) -> None:
         extra = [d for d in range(-len(shape), 0) if shape[d] > 1 and d not in declared]
         if extra and not hasattr(site["fn"], "log_factor"):
             raise CVIError(
-                message(
-                    f"site '{name}'",
-                    f"a log density of shape {shape}, of which dim {extra[0]} is in no plate",
-                    "every batch dim declared by pyro.plate, or made part of the event",
-                    f"put the statement in `with pyro.plate('data', {shape[extra[0]]}):`, or add "
-                    f".to_event({-extra[0]}) to its distribution",
-                )
+                f"site '{name}'",
+                f"a log density of shape {shape}, of which dim {extra[0]} is in no plate",
+                "every batch dim declared by pyro.plate, or made part of the event",
+                f"put the statement in `with pyro.plate('data', {shape[extra[0]]}):`, or add "
+                f".to_event({-extra[0]}) to its distribution",
             )

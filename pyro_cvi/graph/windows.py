@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.gaussians import Layout
 from pyro_cvi.graph.symbolic import Latent
 
@@ -281,10 +281,8 @@ def _pattern(
 def _raise_joined(sites: Sequence[Placed], parts: Sequence[Part]) -> None:
     names = ", ".join(f"'{p.name}'" for p in parts)
     raise CVIError(
-        message(
-            f"latent site '{sites[0].name}'",
-            f"a factor joins its values in different elements of the subsampled plate {names}",
-            "elements of a subsampled plate that are independent given the sites outside of it",
-            "run on the whole plate at once (no subsample_size)",
-        )
+        f"latent site '{sites[0].name}'",
+        f"a factor joins its values in different elements of the subsampled plate {names}",
+        "elements of a subsampled plate that are independent given the sites outside of it",
+        "run on the whole plate at once (no subsample_size)",
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.explain import BlockEntry, Edge, Report
 from pyro_cvi.infer import CVI
 from pyro_cvi.plots.palette import COLOURS, pyplot
@@ -59,9 +59,11 @@ def report(report: Report | CVI, ax: Axes | None = None) -> Axes:
         report = report.explain()
     if not isinstance(report, Report):
         raise CVIError(
-            message("plots.report", f"a {type(report).__name__}", "a Report or a CVI",
-                    "plots.report(cvi), or plots.report(explain(model, *args))")
-        )  # fmt: skip
+            "plots.report",
+            f"a {type(report).__name__}",
+            "a Report or a CVI",
+            "plots.report(cvi), or plots.report(explain(model, *args))",
+        )
     graph = _arranged(report.edges, report.blocks)
     plt = pyplot()
     if ax is None:

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.guide import AutoCVI
 from pyro_cvi.integrate import IntegratedPosterior
 from pyro_cvi.laws import Transformed, scalar_transform
@@ -79,18 +79,20 @@ def marginals(
         names = [sites] if isinstance(sites, str) else list(sites)
     if not names:
         raise CVIError(
-            message("marginals", "no site to draw", f"names of latent sites, of {known}",
-                    f"marginals(guide, sites=[...]); without names, sites of at most {_FEW} scalars")
-        )  # fmt: skip
+            "marginals",
+            "no site to draw",
+            f"names of latent sites, of {known}",
+            f"marginals(guide, sites=[...]); without names, sites of at most {_FEW} scalars",
+        )
     laws = {name: guide.posterior(name) for name in names}
     for name, law in laws.items():
         if (size := math.prod(_shape(law))) > _MOST:
             raise CVIError(
-                message(
-                    f"marginals, site '{name}'", f"{size} scalars", f"at most {_MOST}",
-                    "draw what you need of guide.posterior(name)",
-                )
-            )  # fmt: skip
+                f"marginals, site '{name}'",
+                f"{size} scalars",
+                f"at most {_MOST}",
+                "draw what you need of guide.posterior(name)",
+            )
     panels = _panels(len(names), ax)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -106,10 +108,8 @@ def _sites_of(guide: AutoCVI | IntegratedPosterior) -> list[str]:
     if isinstance(guide, AutoCVI):
         return list(guide.plan.whole.latents)
     raise CVIError(
-        message(
-            "marginals", f"a {type(guide).__name__}", "an AutoCVI or IntegratedPosterior", "cvi.guide"
-        )
-    )  # fmt: skip
+        "marginals", f"a {type(guide).__name__}", "an AutoCVI or IntegratedPosterior", "cvi.guide"
+    )
 
 
 def _shape(law: Any) -> tuple[int, ...]:

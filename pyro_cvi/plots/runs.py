@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from pyro_cvi.errors import CVIError, message
+from pyro_cvi.errors import CVIError
 from pyro_cvi.infer import RunResult
 from pyro_cvi.plots.palette import COLOURS, pyplot
 
@@ -84,15 +84,15 @@ def _curve(
     losses = [float(v) for v in (run.losses if isinstance(run, RunResult) else run)]
     where = f"bound, run '{label}'" if label else "bound"
     if not losses:
-        raise CVIError(message(where, "no losses", "at least one step", "run it first"))
+        raise CVIError(where, "no losses", "at least one step", "run it first")
     if against == "steps":
         return [float(i) for i in range(1, len(losses) + 1)], losses
     times = run.times if isinstance(run, RunResult) else []
     if len(times) != len(losses):
         raise CVIError(
-            message(
-                where, f"{len(losses)} losses and {len(times)} times", "a time for each loss",
-                "RunResult(losses=losses, times=times), or against='steps'",
-            )
-        )  # fmt: skip
+            where,
+            f"{len(losses)} losses and {len(times)} times",
+            "a time for each loss",
+            "RunResult(losses=losses, times=times), or against='steps'",
+        )
     return [float(t) for t in times], losses

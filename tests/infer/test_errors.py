@@ -1,6 +1,7 @@
 """Bad input gets an early, clear error that names the site and leaves the fitted state as it was."""
 
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -241,3 +242,12 @@ def test_an_improper_posterior():
 
     with pytest.raises(CVIError, match="improper.*proper prior"):
         new(model).step(torch.zeros(3))
+
+
+def test_an_error_has_four_fields_and_can_be_pickled() -> None:
+    error = CVIError("site 'z'", "shape (3,)", "shape (2,)", "z.reshape(2)")
+    assert (error.where, error.found) == ("site 'z'", "shape (3,)")
+    assert (error.expected, error.instead) == ("shape (2,)", "z.reshape(2)")
+    said = "site 'z': shape (3,). Expected: shape (2,). Instead: z.reshape(2)."
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == said
+    assert str(CVIError("a sentence")) == "a sentence"
