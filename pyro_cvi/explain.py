@@ -14,6 +14,7 @@ from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.pointed import MOST_SCALARS
 from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.hints import hints
+from pyro_cvi.modes import public_call
 from pyro_cvi.updates import Step
 
 __all__ = ["BlockEntry", "Edge", "Product", "Report", "explain", "make_report"]
@@ -208,6 +209,7 @@ def _products(plan: Plan) -> tuple[Product, ...]:
     return tuple(found)
 
 
+@public_call
 def explain(
     model: Callable[..., Any],
     *args: Any,

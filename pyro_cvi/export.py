@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_cvi.errors import CVIError, imported
 from pyro_cvi.infer import RunResult
 from pyro_cvi.integrate import IntegratedPosterior
+from pyro_cvi.modes import public_call
 
 if TYPE_CHECKING:
     from arviz import InferenceData
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["to_arviz"]
 
 
+@public_call
 def to_arviz(
     guide: AutoGuide | IntegratedPosterior,
     *args: Any,

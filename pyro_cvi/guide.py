@@ -40,7 +40,7 @@ from pyro_cvi.laws import (
     quantile,
 )
 from pyro_cvi.linalg import broadcast_shapes
-from pyro_cvi.modes import outside_inference_mode
+from pyro_cvi.modes import public_call
 from pyro_cvi.structured import ChainBelief, ProcessBelief, StructuredBelief
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
 
@@ -208,7 +208,7 @@ class AutoCVI(AutoGuide):
             )
         return self._prepared
 
-    @outside_inference_mode
+    @public_call
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         if self._prepared is None:
             with torch.enable_grad():
@@ -431,7 +431,7 @@ class AutoCVI(AutoGuide):
             self._prototype_frames = {n: f for n, f in frames.items() if n in used}
         self._prepared = prepared
 
-    @outside_inference_mode
+    @public_call
     def draw(self, sites: Sequence[str]) -> dict[str, Tensor]:
         """One draw from the posterior of some sites, jointly within each block."""
         result: dict[str, Tensor] = {}
@@ -580,7 +580,7 @@ class AutoCVI(AutoGuide):
 
     # --- the posterior -----------------------------------------------------------------------------
 
-    @outside_inference_mode
+    @public_call
     def posterior(self, site: str) -> Any:
         """q(z) of one site, a Pyro distribution in the model's space.
 
@@ -614,7 +614,7 @@ class AutoCVI(AutoGuide):
                 stacklevel=4,
             )
 
-    @outside_inference_mode
+    @public_call
     def joint(self, sites: Sequence[str]) -> Any:
         """The joint Gaussian of sites of one block, flattened and concatenated in this order.
 
@@ -649,7 +649,7 @@ class AutoCVI(AutoGuide):
             )
         return plan.block_of(site)
 
-    @outside_inference_mode
+    @public_call
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The marginal median of every latent.
@@ -660,7 +660,7 @@ class AutoCVI(AutoGuide):
         plan = self._need("median").plan.whole
         return {n: median(*self._entry(n)) for n in plan.latents}
 
-    @outside_inference_mode
+    @public_call
     @torch.no_grad()
     def quantiles(
         self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any
@@ -680,7 +680,7 @@ class AutoCVI(AutoGuide):
 
     # --- sampling ----------------------------------------------------------------------------------
 
-    @outside_inference_mode
+    @public_call
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every latent, inside its plates; called through `guide(...)`."""
         if self._prepared is None:
@@ -764,7 +764,7 @@ class AutoCVI(AutoGuide):
             result[site] = drawn.in_plates(site, site_given(latent, value))
         return result
 
-    @outside_inference_mode
+    @public_call
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """One draw of all Gaussian blocks, flattened."""
         parts = [

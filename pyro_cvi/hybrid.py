@@ -33,7 +33,7 @@ from pyro_cvi.graph.prepared import prepare
 from pyro_cvi.graph.symbolic import frames_around, full_size, plates_around
 from pyro_cvi.graph.windows import Window
 from pyro_cvi.guide import AutoCVI
-from pyro_cvi.modes import outside_inference_mode
+from pyro_cvi.modes import public_call
 from pyro_cvi.prediction import carried
 from pyro_cvi.recognition import OnePlate, Recognition, rows_of
 from pyro_cvi.sweep import Sweeper
@@ -79,7 +79,7 @@ class HybridGuide(AutoGuideList):
         ['mu', 'z']
     """
 
-    @outside_inference_mode
+    @public_call
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all parts: those of others first, and CVI's in the same plates."""
         own, _ = split(self)

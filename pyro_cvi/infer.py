@@ -41,7 +41,7 @@ from pyro_cvi.guide import AutoCVI
 from pyro_cvi.hybrid import Draw, HybridGuide, Others, of_elements, split
 from pyro_cvi.joint import begun, candidates
 from pyro_cvi.linalg import all_finite, or_zeros, sum_gradients
-from pyro_cvi.modes import outside_inference_mode
+from pyro_cvi.modes import public_call
 from pyro_cvi.prediction import (
     SAMPLED_ROUNDS,
     SAMPLED_SETTLED,
@@ -51,6 +51,7 @@ from pyro_cvi.prediction import (
 )
 from pyro_cvi.running import MORE, USUAL, Best, RunResult, apart, complaint, still_gains, warn_of
 from pyro_cvi.saddles import leave_saddle
+from pyro_cvi.saving import write
 from pyro_cvi.start import TOPICS, has_topics
 from pyro_cvi.stopping import Progress
 from pyro_cvi.sweep import Sweeper, is_of, shift_of
@@ -222,7 +223,7 @@ class CVI:
 
     # --- public ------------------------------------------------------------------------------------
 
-    @outside_inference_mode
+    @public_call
     def step(self, *args: Any, **kwargs: Any) -> float:
         """One sweep over the blocks; the negative ELBO of the state it leaves, summed over data.
 
@@ -347,7 +348,7 @@ class CVI:
             progress.walked = self.shards.largest(shift_of(places[0] if places else before, now))
             places.append(now)
 
-    @outside_inference_mode
+    @public_call
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> float:
         """The negative ELBO now; changes nothing.
 
@@ -382,7 +383,7 @@ class CVI:
         finally:
             self._evaluator = evaluator
 
-    @outside_inference_mode
+    @public_call
     def run(
         self,
         *args: Any,
@@ -671,11 +672,12 @@ class CVI:
         self._sweeper = old.fresh()
         self._evaluator = None
 
+    @public_call
     def explain(self) -> Report:
         """What was done in each factor for each site, and why; print it."""
         return make_report(self._own.plan, self._sweeper.counts)  # raises before the first step
 
-    @outside_inference_mode
+    @public_call
     def message_noise(self, *args: Any, num_groups: int = 8, **kwargs: Any) -> dict[str, float]:
         """E[(m' - m)^T F (m' - m)] in nats, m' the sampled part of a message to a site and m its mean.
 
@@ -703,8 +705,11 @@ class CVI:
 
     # --- saving ------------------------------------------------------------------------------------
 
+    @public_call
     def save(self, file: Any) -> None:
         """Write what a fit needs to go on as if it had not been interrupted, to a file or path.
+
+        What interrupts it leaves the file of that path as it was.
 
         The posterior, step sizes and stored messages, the optimiser's state, the parameters that it
         moves and torch's random state. Not the model, nor networks as such: save these as ever.
@@ -722,9 +727,9 @@ class CVI:
             },
             "random": torch.get_rng_state(),
         }
-        torch.save(state, file)
+        write(state, file)
 
-    @outside_inference_mode
+    @public_call
     def load(self, file: Any) -> None:
         """Take over the state of `save`, in a CVI of the same model, guide and options.
 
@@ -815,7 +820,7 @@ class CVI:
 
     # --- new data ----------------------------------------------------------------------------------
 
-    @outside_inference_mode
+    @public_call
     def local_posteriors(
         self,
         *args: Any,
@@ -861,7 +866,7 @@ class CVI:
                 seed=self._sweeper.seed,
             )
 
-    @outside_inference_mode
+    @public_call
     def log_predictive(
         self,
         *args: Any,
@@ -886,7 +891,7 @@ class CVI:
                 chunk_size=chunk_size,
             )
 
-    @outside_inference_mode
+    @public_call
     def forecast(self, *args: Any, num_samples: int = 100, **kwargs: Any) -> dict[str, Tensor]:
         """Draws of what comes after the data: p(z_new, x_new | data), `(num_samples, *shape)` each.
 

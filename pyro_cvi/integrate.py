@@ -30,7 +30,7 @@ from pyro_cvi.infer import CVI
 from pyro_cvi.integrated import IntegratedPosterior
 from pyro_cvi.interpolation import Between, Interpolant, calibrated
 from pyro_cvi.mixture import Tabulated, tabulate
-from pyro_cvi.modes import outside_inference_mode
+from pyro_cvi.modes import public_call
 
 __all__ = ["IntegratedPosterior", "integrate"]
 
@@ -42,7 +42,7 @@ _FEW = 0.1
 """Share of the quasi-random points that should count."""
 
 
-@outside_inference_mode
+@public_call
 def integrate(
     cvi: CVI, sites: str | Sequence[str], *args: Any, num_points: int = 64, **kwargs: Any
 ) -> IntegratedPosterior:

@@ -27,6 +27,7 @@ from pyro_cvi.mixture import (
     mixture_law,
     mixture_quantile,
 )
+from pyro_cvi.modes import public_call
 
 __all__ = ["IntegratedPosterior"]
 
@@ -117,6 +118,7 @@ class IntegratedPosterior:
     # --- draws ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @public_call
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every latent, inside its plates; in an outer plate, once for each element."""
         # One number for each draw: a Categorical of thousands of points would be expanded to all draws.

@@ -1,33 +1,44 @@
-"""Doors that work in `torch.inference_mode`: loops of training validate and predict in it.
+"""Public calls work in `torch.inference_mode`, and in threads.
 
-What is made in that mode cannot be differentiated ever after, and much that is made is kept: buffers of
-the guide, beliefs, parameters of a model that has not run before.
+Loops of training validate and predict in that mode. What is made in it cannot be differentiated ever
+after, and much that is made is kept: buffers of the guide, beliefs, parameters of a new model.
+
+Pyro's stack of handlers, its parameter store and torch's random state belong to the process. Two threads
+that run models at a time see each other's handlers: one lock lets them in one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from threading import RLock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["outside_inference_mode"]
+__all__ = ["public_call"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def outside_inference_mode(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function as it is without that mode, with copies of arguments that were made in it."""
+_LOCK = RLock()
+
+
+def public_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function for one thread at a time, outside of `torch.inference_mode`.
+
+    Arguments that were made in that mode are copied.
+    """
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*_ordinary(args), **_ordinary(kwargs))
+        with _LOCK:
+            if not torch.is_inference_mode_enabled():
+                return function(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*_ordinary(args), **_ordinary(kwargs))
 
     return wrapped
 

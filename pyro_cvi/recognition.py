@@ -47,6 +47,7 @@ from pyro_cvi.graph.symbolic import (
 from pyro_cvi.guide import AutoCVI, in_plates, site_given
 from pyro_cvi.laws import marginal
 from pyro_cvi.linalg import or_zeros
+from pyro_cvi.modes import public_call
 from pyro_cvi.prediction import carried, carried_moments
 from pyro_cvi.sweep import Sweeper
 from pyro_cvi.updates import Belief, FamilyBelief, GaussianBelief
@@ -173,6 +174,7 @@ class Recognition:
         """Without what is computed at each call."""
         return {**self.__dict__, "shared": {}, "_known": {}}
 
+    @public_call
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw the sites, in their plates."""
         potentials = self.recognise(*args, **kwargs)
