@@ -413,6 +413,8 @@ class CVI:
                 geometrically from the temperature to 1, and with a little noise in discrete sites.
                 If it is not given, topics that start at random take (1.4, 80), or half of `num_steps`;
                 (1, 1) switches that off. Mixtures gain little by it.
+
+        A KeyboardInterrupt leaves the posterior of the last whole step; its `result` has the losses.
         """
         steps = USUAL if num_steps is None else num_steps
         self._check_run(steps, tol, num_restarts, annealing)
@@ -520,7 +522,17 @@ class CVI:
     def _run_once(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
     ) -> RunResult:
-        result, progress, best = RunResult(), Progress(options.tol), Best()
+        result = RunResult()
+        try:
+            return self._run_into(result, args, kwargs, options)
+        except KeyboardInterrupt as stop:
+            stop.result = result  # type: ignore[attr-defined] # what was done so far
+            raise
+
+    def _run_into(
+        self, result: RunResult, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+    ) -> RunResult:
+        progress, best = Progress(options.tol), Best()
         hot, cooling = options.annealing or (1.0, 0)
         anneals = options.annealing is None and not self._own.is_fitted
         start = time.perf_counter()

@@ -84,3 +84,25 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path):
         os.kill(child.pid, signal.SIGKILL)
     found = torch.load(path, weights_only=True)
     assert torch.equal(found["x"], torch.full((50_000,), float(found["i"])))
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_has():
+    calls = []
+
+    def slow(y):
+        calls.append(1)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        v = pyro.sample("v", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.StudentT(3.0, w.tanh() * v.sin() * (w + v).cos(), 1.0), obs=y)
+
+    cvi = CVI(slow, AutoCVI(slow, max_joint_dim=0))
+    with pytest.raises(KeyboardInterrupt) as stop:
+        cvi.run(torch.randn(20))
+    losses = stop.value.result.losses
+    assert losses
+    assert all(torch.tensor(losses).isfinite())
+    assert cvi.guide.posterior("w").mean.isfinite()
+    cvi.step(torch.randn(20))
