@@ -1100,8 +1100,8 @@ class CVI:
             where,
             f"the expected log density is not finite (ELBO {elbo})",
             "finite data and covariates",
-            "check the inputs for NaN, infinities and values far outside the model's range; where the "
-            "model factors a matrix, use float64 or add more to its diagonal",
+            "check the inputs for NaN, infinities and values far outside the model's range, and what "
+            "init_loc_fn gives; where the model factors a matrix, use float64 or add to its diagonal",
         )
 
     # --- parameters --------------------------------------------------------------------------------

@@ -137,6 +137,8 @@ def what_is_left(progress: Progress) -> str:
     gains = progress.gains
     if not gains:
         return "one step says nothing of what is left"
+    if progress.left <= progress.allowed and progress.left_to_move <= progress.tol:
+        return "no step gains anything there, and yet it is no maximum"
     if math.isfinite(progress.left):
         rest = f"about {progress.left:.2g} nats are left"
         if progress.left <= progress.allowed:

@@ -78,7 +78,8 @@ def has_topics(plan: Plan, located: Collection[str] = ()) -> bool:
     for block in plan.blocks:
         near = components_of(plan, block) if block.is_discrete else []
         free = not any(s in located for b in (block, *near) for s in b.sites)
-        if near and free and _are_topics(plan, block, near):
+        tables = [b for b in near if not _weights(plan, block) & set(b.sites)]
+        if tables and free and _are_topics(plan, block, near):
             return True
     return False
 

@@ -65,6 +65,16 @@ class Recorder:
         self.read: dict[str, str] = {}
         self.written: dict[str, str] = {}
 
+    @contextmanager
+    def written_in(self) -> Iterator[dict[str, str]]:
+        """What is written inside, by site; before that, it is empty."""
+        before, self.written = self.written, {}
+        inside = self.written
+        try:
+            yield inside
+        finally:
+            self.written = {**before, **inside}
+
 
 _active: list[Recorder] = []
 

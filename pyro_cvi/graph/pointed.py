@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import pyro
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from pyro_cvi.algebra.reason import Cause
@@ -91,8 +92,12 @@ class LogDensity:
         """At one point, a scalar."""
         rest = {n: x.value.detach() for n, x in self.call.latents.items() if n not in values}
         given = {**self.call.subsample, **rest, **values}
-        with pyro.validation_enabled(False):
+        with pyro.validation_enabled(False):  # at a point far out a value may leave its support
             trace = plain_trace(self.call.model, self.call.args, self.call.kwargs, given)
+            return self._sum(trace)
+
+    def _sum(self, trace: poutine.Trace) -> Tensor:
+        """The sum over all factors, with their weights, where they are not masked."""
         total, self._cells = None, 0
         for name in self.names:
             site = trace.nodes[name]

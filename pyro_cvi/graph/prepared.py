@@ -454,16 +454,51 @@ def _verified(call: Call, symbolic: Symbolic, is_drawn: bool) -> tuple[Symbolic,
     if discrete or inner:
         fresh = call.plain(point)
         found = factor_values(fresh)
-    runs, values = [fresh], [found]
-    result = checked(symbolic, runs, values)
+    return _checked_at(symbolic, call, point, (fresh, found), is_drawn), point
+
+
+def _checked_at(
+    symbolic: Symbolic,
+    call: Call,
+    point: Values,
+    far: tuple[poutine.Trace, Values],
+    is_drawn: bool,
+) -> Symbolic:
+    """The run with all factors opaque that disagree with plain runs at a far and at nearer points.
+
+    Far out a density may overflow or be clamped. So a factor that agrees only nearer to the middle
+    passes, if it does so in a symbolic run at another point as well: that tells one that has lost a
+    dependence, and whose point was by chance where its density is flat.
+    """
+    runs, values = [far[0]], [far[1]]
+    first = result = checked(symbolic, runs, values)
     for shrink in _SHRINK:
         if not _made_opaque(symbolic, result):
             break
-        closer = {n: _nearer(latents[n], v, shrink, is_drawn) for n, v in point.items()}
+        closer = {n: _nearer(call.latents[n], v, shrink, is_drawn) for n, v in point.items()}
         runs.append(call.plain(closer))
         values.append(factor_values(runs[-1]))
         result = checked(symbolic, runs, values)
-    return _checked_where_opaque(result, call, runs, values), point
+    lost = _made_opaque(symbolic, result)
+    suspects = _made_opaque(symbolic, first)
+    if suspects.keys() - lost.keys():
+        again = _run_at(call, point)
+        if again is not None:
+            found = _made_opaque(again, checked(again, runs[1:], values[1:]))
+            lost |= {n: why for n, why in suspects.items() if n in found}
+    return _checked_where_opaque(_lose(symbolic, lost), call, runs, values)
+
+
+def _run_at(call: Call, point: Values) -> Symbolic | None:
+    """A symbolic run with latents at another point; None where the model fails there."""
+    latents = {
+        n: x if x.support is not None else replace(x, value=point[n].detach())
+        for n, x in call.latents.items()
+    }
+    try:
+        return replace(call, latents=latents).symbolic()
+    except Exception:  # far out anything may happen
+        return None
 
 
 def _is_small(latents: Mapping[str, Latent]) -> bool:

@@ -308,9 +308,8 @@ class _Symbols(Messenger):
             )
             for site, how in self.recorder.read.items()
         }
-        for site, how in self.recorder.written.items():
-            why = Reason(f"it was written into a tensor by {how} before this factor")
-            self.forced[msg["name"]].setdefault(site, why)
+        written = _by_writing(self.recorder.written, "before")
+        self.forced[msg["name"]] = {**written, **self.forced[msg["name"]]}
         if msg["is_observed"] or msg["name"] not in self.latents:
             return
         latent = self.latents[msg["name"]]
@@ -688,11 +687,13 @@ class Call:
             symbols,
         ):
             trace = traced(self.model, self.args, self.kwargs)
-            return {
-                name: _sites_of_density(site) | frozenset(symbols.forced.get(name, {}))
-                for name, site in trace.nodes.items()
-                if is_factor_site(site)
-            }
+            found = {}
+            for name, site in trace.nodes.items():
+                if is_factor_site(site):
+                    with recorder.written_in() as inside:
+                        read = _sites_of_density(site)
+                    found[name] = read | {*symbols.forced.get(name, {}), *inside}
+            return found
 
     def symbolic(
         self,
@@ -732,7 +733,9 @@ class Call:
                     factor = before[1]
                 else:
                     depends = None if self.depends is None else self.depends.get(name)
-                    factor = _factor(site, self.latents, position, forced, fixed or {}, depends)
+                    with recorder.written_in() as inside:
+                        factor = _factor(site, self.latents, position, forced, fixed or {}, depends)
+                    factor = replace(factor, forced={**_by_writing(inside, "in"), **factor.forced})
                 if law is not None:
                     priors[name] = law, factor
                 factors.append(factor)
@@ -740,6 +743,14 @@ class Call:
         given = frozenset(plates.given)
         latents = dict(self.latents)
         return Symbolic(latents, factors, order, self.nesting, recorder, trace, given, priors)
+
+
+def _by_writing(written: Mapping[str, str], when: str) -> dict[str, Reason]:
+    """Why the sites that were written into a tensor, where no rule follows them, are not known."""
+    return {
+        site: Reason(f"it was written into a tensor by {how} {when} this factor")
+        for site, how in written.items()
+    }
 
 
 def _constant_law(site: Any) -> tuple[Any, ...] | None:

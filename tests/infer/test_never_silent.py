@@ -11,6 +11,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_cvi import CVI, AutoCVI, CVIError, explain
+from pyro_cvi.algebra.latent import plain
 
 
 def fit(model, *args, steps=60, num_samples=16, **kwargs):
@@ -511,3 +512,66 @@ def test_float64_data_beside_float32_latents_keep_the_algebra(seed):
     wide = cvi.run(y).losses[-1]
     narrow = CVI(model, AutoCVI(model)).run(y.float()).losses[-1]
     assert wide == pytest.approx(narrow, abs=0.1)
+
+
+def correlated(y):
+    """Pyro writes the Cholesky factor row by row into a new tensor, inside of the site's own density."""
+    L = pyro.sample("L", dist.LKJCholesky(2, 2.0))
+    with pyro.plate("n", len(y)):
+        pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), scale_tril=L), obs=y)
+
+
+def test_what_a_density_writes_into_a_tensor_is_not_taken_for_a_constant():
+    """At the seeds 2 and 8 the self-check agreed by chance, and the posterior was 37 % too narrow."""
+    torch.manual_seed(0)
+    root = torch.linalg.cholesky(torch.tensor([[1.0, 0.9], [0.9, 1.0]]))
+    y = torch.randn(8, 2) @ root.T
+    ends = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        for seed in (0, 2, 8):
+            pyro.set_rng_seed(seed)
+            cvi = CVI(correlated, AutoCVI(correlated))
+            ends.append(cvi.run(y.to(dtype)).losses[-1])
+            assert {e.how for e in cvi.explain().edges} == {"points"}
+    assert ends == pytest.approx([ends[-1]] * len(ends), abs=1e-3)
+
+
+def test_a_dependence_that_is_flat_at_a_point_is_not_lost():
+    """cosh(u) is flat at zero: where the run on symbols is near it, no point near it tells.
+
+    Without a second run on symbols 18 of 400 seeds miss it; with it, 3.
+    """
+
+    def model(y):
+        u = pyro.sample("u", dist.Normal(0.0, 1.0))
+        v = pyro.sample("v", dist.Normal(0.0, 1.0))
+        with pyro.plate("n", len(y)):
+            pyro.sample("y", dist.Normal(v + torch.cosh(plain(u)), 1.0), obs=y)
+
+    y, missed = torch.randn(20), 0
+    for seed in range(100):
+        pyro.set_rng_seed(seed)
+        missed += ("y", "u") not in {(e.factor, e.site) for e in explain(model, y).edges}
+    assert missed <= 2
+
+
+def test_a_point_that_leaves_the_support_is_no_error():
+    """In float32 a correlation of one to rounding is not in the support of its law."""
+    torch.set_default_dtype(torch.float32)
+
+    def model(y):
+        sd = pyro.sample("sd", dist.Exponential(torch.ones(2)).to_event(1))
+        L = pyro.sample("L", dist.LKJCholesky(2, 2.0))
+        with pyro.plate("n", len(y)):
+            pyro.sample(
+                "y", dist.MultivariateNormal(torch.zeros(2), scale_tril=sd[:, None] * L), obs=y
+            )
+
+    torch.manual_seed(0)
+    y = torch.randn(30, 1) * torch.tensor([1.0, -0.5]) + 0.01 * torch.randn(30, 2)
+    ends = []
+    for seed in range(8):
+        pyro.set_rng_seed(seed)
+        ends.append(CVI(model, AutoCVI(model)).run(y).losses[-1])
+    assert max(ends) - min(ends) < 0.05
