@@ -550,7 +550,12 @@ class CVI:
             self._sweeper.mixing = Mixing.WHERE_IT_CREEPS if free else Mixing.REMEMBERED
             if progress.asks_for_mixture:
                 self._sweeper.mixing = Mixing.NOW
-            loss = self._guarded_step(args, kwargs, unchanged, temperature, progress)
+            try:
+                loss = self._guarded_step(args, kwargs, unchanged, temperature, progress)
+            except CVIError:
+                if i < options.steps:
+                    raise
+                break  # beyond the usual number of steps: what there is stays
             changes = changes or (i > 0 and plan is not self._own.prepared)
             i = result.add(loss, self._sweeper.error, time.perf_counter() - start)
             if anneals and i == 1 and self._are_topics:

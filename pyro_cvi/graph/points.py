@@ -29,7 +29,15 @@ from pyro_cvi.graph.symbolic import Call, Choose, plain_trace
 from pyro_cvi.graph.validation import check_data
 from pyro_cvi.graph.windows import Window
 
-__all__ = ["centre", "check_run", "first_line", "first_run", "is_continuous", "towards"]
+__all__ = [
+    "centre",
+    "check_run",
+    "first_line",
+    "first_run",
+    "is_continuous",
+    "middle_run",
+    "towards",
+]
 
 Model = Callable[..., Any]
 Values = dict[str, Tensor]
@@ -199,6 +207,17 @@ def _around(call: Call, share: float, is_drawn: bool) -> Choose | None:
         return towards(latent.value.detach(), fn.sample(), share)
 
     return choose
+
+
+def middle_run(call: Call, share: float) -> poutine.Trace | None:
+    """A run with each latent near the middle of its prior given those before it; None if it fails.
+
+    A child of a parent that is nearly zero, or infinite, may be anywhere; given its middle it is not.
+    """
+    try:
+        return call.plain({}, one_state=True, choose=_near(share))
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _is_about_form(error: Exception) -> bool:

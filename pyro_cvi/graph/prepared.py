@@ -36,7 +36,7 @@ from pyro_cvi.graph.initial import initial_belief
 from pyro_cvi.graph.pins import jacobian_factors, pin_factors
 from pyro_cvi.graph.plan import Block, Plan, make_plan
 from pyro_cvi.graph.pointed import MOST_SCALARS, joinable, with_points
-from pyro_cvi.graph.points import centre, check_run, first_line, first_run, towards
+from pyro_cvi.graph.points import centre, check_run, first_line, first_run, middle_run, towards
 from pyro_cvi.graph.symbolic import (
     Call,
     Joined,
@@ -68,6 +68,8 @@ Model = Callable[..., Any]
 Values = dict[str, Tensor]
 _SHRINK = (0.1, 0.01)
 """How far from the prior's mean the second and third point of the self-check lie."""
+_ELSEWHERE = 0.5
+"""How far from the middle, in draws, a second run on symbols is."""
 _TRIES = 3
 """How often other indices are tried before rows are taken for a stream."""
 _CHEAP = 1 << 24
@@ -479,18 +481,29 @@ def _checked_at(
         runs.append(call.plain(closer))
         values.append(factor_values(runs[-1]))
         result = checked(symbolic, runs, values)
+    for shrink in () if enumerated_values(call.latents) else _SHRINK:
+        if not _made_opaque(symbolic, result):
+            break
+        run = middle_run(call, shrink)
+        if run is not None:
+            runs.append(run)
+            values.append(factor_values(run))
+            result = checked(symbolic, runs, values)
     lost = _made_opaque(symbolic, result)
     suspects = _made_opaque(symbolic, first)
     if suspects.keys() - lost.keys():
-        again = _run_at(call, point)
+        again = _run_elsewhere(call, point)
         if again is not None:
             found = _made_opaque(again, checked(again, runs[1:], values[1:]))
             lost |= {n: why for n, why in suspects.items() if n in found}
     return _checked_where_opaque(_lose(symbolic, lost), call, runs, values)
 
 
-def _run_at(call: Call, point: Values) -> Symbolic | None:
-    """A symbolic run with latents at another point; None where the model fails there."""
+def _run_elsewhere(call: Call, point: Values) -> Symbolic | None:
+    """A run on symbols with latents at another point, not too far out; None where the model fails."""
+    run = None if enumerated_values(call.latents) else middle_run(call, _ELSEWHERE)
+    if run is not None:
+        point = {n: run.nodes[n]["value"] for n in call.latents}
     latents = {
         n: x if x.support is not None else replace(x, value=point[n].detach())
         for n, x in call.latents.items()

@@ -575,3 +575,23 @@ def test_a_point_that_leaves_the_support_is_no_error():
         pyro.set_rng_seed(seed)
         ends.append(CVI(model, AutoCVI(model)).run(y).losses[-1])
     assert max(ends) - min(ends) < 0.05
+
+
+def detection(hits):
+    """Signal detection with the priors of BUGS, under which a draw of d is 1e17 or infinite."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+    precision = pyro.sample("precision", dist.Gamma(0.001, 0.001))
+    with pyro.plate("people", len(hits)):
+        d = pyro.sample("d", dist.Normal(mean, precision.rsqrt()))
+        p = 0.5 * (1 + torch.erf(d / math.sqrt(2.0)))
+        pyro.sample("hits", dist.Binomial(30, p), obs=hits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_priors_under_which_all_probabilities_are_clamped_are_no_reason_to_sample(dtype):
+    torch.set_default_dtype(dtype)
+    hits = torch.tensor([25.0, 20.0, 28.0, 22.0, 17.0])
+    for seed in range(5):
+        pyro.set_rng_seed(seed)
+        edges = explain(detection, hits).edges
+        assert [e.how for e in edges if e.factor == "hits"] == ["quadrature"]
