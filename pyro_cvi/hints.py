@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch.distributions import constraints
-
 from pyro_cvi.families import GAMMA, INVERSE_GAMMA
+from pyro_cvi.families.unconstrained import of_one
 from pyro_cvi.graph.plan import Plan
 from pyro_cvi.graph.symbolic import Latent
 
@@ -53,9 +52,7 @@ def _is_scale(latent: Latent) -> bool:
         return False
     if latent.family in (GAMMA, INVERSE_GAMMA):
         return True
-    support = latent.own_support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = of_one(latent.own_support)
     lower = getattr(support, "lower_bound", None)
     return (
         latent.transform is not None

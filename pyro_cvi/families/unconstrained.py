@@ -22,7 +22,7 @@ from pyro_cvi.families.gaussian import GAUSSIAN
 from pyro_cvi.families.registry import family_of
 from pyro_cvi.families.wrappers import peel
 
-__all__ = ["Unconstrained", "has_bijection", "log_jacobian"]
+__all__ = ["Unconstrained", "has_bijection", "log_jacobian", "of_one"]
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 _SPREAD = 2.0
@@ -166,12 +166,16 @@ def bijection(d: Any) -> Any:
 
 
 def _is_positive(support: Any) -> bool:
+    return of_one(support) in (constraints.positive, constraints.nonnegative)
+
+
+def of_one(support: Any) -> Any:
+    """The support of one event, without the dims that `to_event` has added."""
     while isinstance(support, constraints.independent):
         support = support.base_constraint
-    return support in (constraints.positive, constraints.nonnegative)
+    return support
 
 
 def _is_real(support: Any) -> bool:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = of_one(support)
     return support is constraints.real or support is constraints.real_vector

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_cvi.algebra.latent import LatentTensor
+from pyro_cvi.families.unconstrained import of_one
 from pyro_cvi.linalg import broadcast_shapes
 
 __all__ = ["fill_masked"]
@@ -17,8 +17,7 @@ __all__ = ["fill_masked"]
 
 def _inner_value(support: Any) -> Any:
     """A value inside of a support that may differ from cell to cell, as that of counts out of n."""
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = of_one(support)
     low, high = (getattr(support, n, None) for n in ("lower_bound", "upper_bound"))
     if low is None or support.is_discrete:
         return low

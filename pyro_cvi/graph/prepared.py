@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -474,21 +474,11 @@ def _checked_at(
     """
     runs, values = [far[0]], [far[1]]
     first = result = checked(symbolic, runs, values)
-    for shrink in _SHRINK:
-        if not _made_opaque(symbolic, result):
-            break
-        closer = {n: _nearer(call.latents[n], v, shrink, is_drawn) for n, v in point.items()}
-        runs.append(call.plain(closer))
-        values.append(factor_values(runs[-1]))
+    nearer = _nearer_runs(call, point, is_drawn)
+    while _made_opaque(symbolic, result) and (run := next(nearer, None)) is not None:
+        runs.append(run)
+        values.append(factor_values(run))
         result = checked(symbolic, runs, values)
-    for shrink in () if enumerated_values(call.latents) else _SHRINK:
-        if not _made_opaque(symbolic, result):
-            break
-        run = middle_run(call, shrink)
-        if run is not None:
-            runs.append(run)
-            values.append(factor_values(run))
-            result = checked(symbolic, runs, values)
     lost = _made_opaque(symbolic, result)
     suspects = _made_opaque(symbolic, first)
     if suspects.keys() - lost.keys():
@@ -497,6 +487,18 @@ def _checked_at(
             found = _made_opaque(again, checked(again, runs[1:], values[1:]))
             lost |= {n: why for n, why in suspects.items() if n in found}
     return _checked_where_opaque(_lose(symbolic, lost), call, runs, values)
+
+
+def _nearer_runs(call: Call, point: Values, is_drawn: bool) -> Iterator[poutine.Trace]:
+    """Plain runs nearer to the middle of the priors, then to that of each given those before it."""
+    for shrink in _SHRINK:
+        yield call.plain(
+            {n: _nearer(call.latents[n], v, shrink, is_drawn) for n, v in point.items()}
+        )
+    for shrink in () if enumerated_values(call.latents) else _SHRINK:
+        run = middle_run(call, shrink)
+        if run is not None:
+            yield run
 
 
 def _run_elsewhere(call: Call, point: Values) -> Symbolic | None:

@@ -50,6 +50,7 @@ from pyro_cvi.families import (
     has_bijection,
     peel,
 )
+from pyro_cvi.families.unconstrained import of_one
 from pyro_cvi.graph.masked import fill_masked
 
 __all__ = [
@@ -563,8 +564,7 @@ def _is_masked(fn: Any) -> bool:
 
 def _kind(support: Any) -> str:
     """What the algebra may do with a value of this support."""
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = of_one(support)
     if support in (constraints.positive, constraints.nonnegative):
         return "positive"
     if isinstance(support, constraints.greater_than | constraints.greater_than_eq):
